@@ -1,0 +1,65 @@
+"""Validated settings: unknown keys are errors that name the nearest valid key, and every error is one line."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hrmlm.errors import UserError
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A hint for an unknown name: the closest of `choices`, or all of them when none is close."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(choices)}"
+
+
+class StrictConfig(BaseModel):
+    """Base of every configuration: immutable, no unknown keys, defaults validated too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], where: str) -> Self:
+        """Validate `settings`. `where` names their place in messages ("model", a file name).
+
+        Raises: UserError with all mistakes in one line.
+        """
+        if not isinstance(settings, Mapping):
+            raise UserError(f"{where}: expected a mapping of keys to values, got {settings!r}")
+        try:
+            return cls.model_validate(dict(settings))
+        except ValidationError as error:
+            raise UserError("; ".join(_explain(cls, item, where) for item in error.errors())) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some values changed."""
+        return self.parse({**self.model_dump(), **changes}, type(self).__name__)
+
+
+def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
+    """One line for one pydantic error."""
+    path = [str(part) for part in item["loc"]]
+    name = ".".join([where, *path])
+    if item["type"] == "extra_forbidden":
+        return f"{name}: unknown key, {nearest(path[-1], _fields_at(cls, path[:-1]))}"
+    message = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return f"{name}: {message}" if item["type"] == "missing" else f"{name}: {message} (got {_short(item['input'])})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
+    """Names of the fields of the sub-configuration at `path`."""
+    for part in path:
+        field = cls.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        cls = field.annotation
+    return list(cls.model_fields)

@@ -1,0 +1,114 @@
+"""Writing so that a kill at any moment leaves either the old file or the new one, and reading JSON."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hrmlm.errors import UserError
+
+_PARTIAL = ".partial-"
+
+
+def _sync(path: Path) -> None:
+    """Ask the operating system to put a file or a directory entry on the disk now."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Replace `path` by `content` in one step; readers see the old content or the new, never a part.
+
+    Raises: OSError where the disk refuses; then the old file is untouched and no temporary file stays.
+    """
+    path = Path(path)
+    partial = path.with_name(f"{_PARTIAL}{os.getpid()}-{path.name}")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """A new directory that appears under its name only when it is complete.
+
+    Yields a temporary sibling to write into; when the block ends normally, its files are synced and it is renamed to
+    `path`. When the block raises, it is removed. Left-overs of killed processes are removed on the next call.
+
+    Raises: UserError if `path` exists and is not an empty directory.
+    """
+    path = Path(path)
+    refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partials(path.parent)
+    partial = path.parent / f"{_PARTIAL}{os.getpid()}-{path.name}"
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            _sync(file)
+        _sync(partial)
+        if path.exists():
+            path.rmdir()  # empty, as checked above
+        os.replace(partial, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_partials(directory: Path) -> None:
+    """Remove temporary files and directories in `directory` whose writing process is no longer alive."""
+    for partial in directory.glob(f"{_PARTIAL}*"):
+        owner = partial.name.removeprefix(_PARTIAL).split("-")[0]
+        if owner.isdigit() and int(owner) != os.getpid() and not _alive(int(owner)):
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def refuse_existing(path: str | Path) -> None:
+    """Raise UserError if `path` is a file or a directory with content: nothing is overwritten unasked."""
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError(f"{path} exists already; choose another --out or remove it first")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file. Raises UserError if it is missing, unreadable or not JSON."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None

@@ -1,0 +1,21 @@
+"""Shared fixtures: real corpora beside the checkout, where there are any."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The folder of real corpora and reference values; tests that need it skip where it is missing."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the folder shared/ beside the checkout")
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

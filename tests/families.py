@@ -1,0 +1,25 @@
+"""One small configuration per model family and important option: a new family is covered by adding a row."""
+
+from typing import Any
+
+_COMMON: dict[str, Any] = {"vocab_size": 64, "context": 64, "d_model": 32, "n_heads": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "transformer": {"family": "transformer", "n_layers": 2},
+    "transformer-gqa": {"family": "transformer", "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
+    "universal": {"family": "universal", "n_steps": 4},
+    "universal-options": {
+        "family": "universal",
+        "n_steps": 4,
+        "input_injection": True,
+        "step_embedding": "learned",
+        "gradient_window": 2,
+    },
+    "hrm_lm": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 2},
+    "hrm_lm-window": {"family": "hrm_lm", "n_cycles": 3, "fast_steps": 1, "gradient_window": 1},
+    "hrm_lm-passes": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 2, "n_passes": 2},
+    "hrm_lm-update-only": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "gate": "update_only"},
+    "hrm_lm-no-gate": {"family": "hrm_lm", "n_cycles": 1, "fast_steps": 3, "gate": "none", "readout": "slow"},
+    "hrm_lm-fast-readout": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "readout": "fast"},
+}
+FAMILIES = {name: {**_COMMON, **settings} for name, settings in FAMILIES.items()}
