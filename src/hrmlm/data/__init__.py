@@ -1,0 +1,1 @@
+"""From plain text to batches of token ids."""
