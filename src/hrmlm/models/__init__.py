@@ -1,0 +1,6 @@
+"""Language models: one file per family, found by the registry; blocks, cache and the common interface beside them."""
+
+from hrmlm.models.base import LanguageModel, ModelConfig, ModelOutput, PartialLoss
+from hrmlm.models.registry import build_model, families, model_config
+
+__all__ = ["LanguageModel", "ModelConfig", "ModelOutput", "PartialLoss", "build_model", "families", "model_config"]

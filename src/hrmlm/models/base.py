@@ -1,0 +1,305 @@
+"""What every family shares: configuration, embedding and tied head, forward, losses, initialisation, cache.
+
+Shapes: B rows, L positions, D width, V vocabulary.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hrmlm.config import StrictConfig
+from hrmlm.data.batch import IGNORE, Batch
+from hrmlm.errors import UserError
+from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block, ForwardCall, prepare_call
+from hrmlm.models.cache import KVCache
+
+INIT_STD = 0.02
+Positive = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelConfig(StrictConfig):
+    """Settings of every family. Defaults are those of the house block: 16·D² weights, one head per 64 channels.
+
+    vocab_size: rows of the embedding (None: taken from the data); used_vocab: ids from here on stand for no text and
+    are never predicted (None: all are used); context: the most positions the model sees at once; hidden: width inside the
+    feed-forward layer (None: 4·d_model); n_heads (None: one per 64 channels); n_kv_heads (None: n_heads).
+    """
+
+    family: str
+    vocab_size: Positive | None = None
+    used_vocab: Positive | None = None
+    context: Positive = 1024
+    d_model: Positive = 256
+    n_heads: Positive | None = None
+    n_kv_heads: Positive | None = None
+    hidden: Positive | None = None
+    dropout: Probability = 0.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.n_heads or max(1, self.d_model // 64)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.n_kv_heads or self.heads
+
+    @property
+    def n_predicted(self) -> int:
+        """Number of ids the head gives a logit to."""
+        assert self.vocab_size is not None
+        return self.used_vocab or self.vocab_size
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> "ModelConfig":
+        if self.d_model % self.heads or (self.d_model // self.heads) % 2:
+            raise ValueError(f"d_model {self.d_model} must be n_heads ({self.heads}) times an even head size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"n_kv_heads {self.kv_heads} must divide n_heads {self.heads}")
+        if self.vocab_size and self.used_vocab and self.used_vocab > self.vocab_size:
+            raise ValueError(f"used_vocab {self.used_vocab} exceeds vocab_size {self.vocab_size}")
+        return self
+
+    def block(self) -> Block:
+        """A new block of these widths."""
+        hidden = self.hidden or 4 * self.d_model
+        return Block(self.d_model, self.heads, self.kv_heads, hidden, self.norm_eps, self.dropout)
+
+
+class RecurrentConfig(ModelConfig):
+    """Settings of families that apply the same weights M times (models of recurrent depth).
+
+    gradient_window: K, the last K of the M repeated steps are inside the graph (None: K = M, all of them);
+    scaled_init: repeated weights from N(0, (0.02/√M)²); exit_probability: share of training steps that end after a
+    random smaller depth, so that the readout of every depth is a usable prediction.
+    """
+
+    gradient_window: Positive | None = None
+    scaled_init: bool = True
+    exit_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @property
+    def total_steps(self) -> int:
+        """M: how many times the repeated weights are applied."""
+        raise NotImplementedError
+
+    @property
+    def window(self) -> int:
+        """K, the gradient window in steps."""
+        return self.gradient_window or self.total_steps
+
+    @model_validator(mode="after")
+    def _check_window(self) -> "RecurrentConfig":
+        if self.window > self.total_steps:
+            raise ValueError(
+                f"gradient_window {self.gradient_window} exceeds the {self.total_steps} steps of the model"
+            )
+        return self
+
+
+@dataclass
+class ModelOutput:
+    """logits (B, L, V) in float32, or (B, 1, V) where one position was asked for; stats per application, if asked."""
+
+    logits: Tensor
+    stats: list[ApplicationStats] | None = None
+
+
+@dataclass
+class PartialLoss:
+    """One part of a training step's loss, to be sent backward as it comes.
+
+    objective: scalar with a graph, a *sum* over target tokens (the trainer divides by the targets of the whole step);
+    task_nats: cross-entropy alone, summed, no graph; n_targets: tokens in it; counted: whether it belongs to the loss
+    that is reported (of several passes over the same tokens only the last does); depth: cycles or steps that were run;
+    extra: further sums by name (step costs, auxiliary losses), never mixed into task_nats.
+    """
+
+    objective: Tensor
+    task_nats: Tensor
+    n_targets: int
+    counted: bool = True
+    depth: int = 0
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+class LanguageModel(nn.Module, ABC):
+    """A decoder-only language model: tokens in, next-token logits out, whatever happens in between.
+
+    A family says what happens in between: `schedule` lists the applications of its modules, `states` runs them.
+    """
+
+    config: Any  # the family's own subclass of ModelConfig
+    n_passes: int = 1
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size is not set; give it, or prepared data that decides it")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+
+    @property
+    @abstractmethod
+    def trained_depth(self) -> int:
+        """Cycles, steps or layers of the full forward pass."""
+
+    @abstractmethod
+    def build_schedule(self, depth: int) -> list[Application]:
+        """The applications of a forward pass of this depth, in order. Slots of a smaller depth come first."""
+
+    @abstractmethod
+    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
+        """Run the schedule; yield the readout state (B, L, D), before the final norm, at the end of every pass."""
+
+    def repeated_modules(self) -> Iterable[nn.Module]:
+        """Modules whose weights are applied M times and start smaller (scaled init)."""
+        return ()
+
+    @property
+    def gradient_share(self) -> float:
+        """K/M, by which the trainer scales the largest gradient norm it lets through."""
+        return 1.0
+
+    @property
+    def warmup_steps(self) -> int:
+        """Learning-rate warm-up the family asks for, in optimizer steps."""
+        return 1000
+
+    @cached_property
+    def _schedules(self) -> dict[int, list[Application]]:
+        return {}
+
+    def schedule(self, depth: int | None = None) -> list[Application]:
+        """The applications of a forward pass. depth: cycles, steps or layers (None: as trained).
+
+        Raises: UserError for a depth the model cannot run.
+        """
+        depth = self.trained_depth if depth is None else depth
+        if depth not in self._schedules:
+            self.check_depth(depth)
+            self._schedules[depth] = self.build_schedule(depth)
+        return self._schedules[depth]
+
+    def check_depth(self, depth: int) -> None:
+        """Raises: UserError if the model cannot run at this depth."""
+        if depth < 1:
+            raise UserError(f"depth {depth} is not possible; the model was trained at depth {self.trained_depth}")
+
+    def init_weights(self) -> None:
+        """Matrices from N(0, 0.02²), repeated ones from N(0, (0.02/√M)²); gains 1, biases 0."""
+        repeated = {id(p) for module in self.repeated_modules() for p in module.parameters()}
+        scale = self.config.total_steps**-0.5 if repeated and self.config.scaled_init else 1.0
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=INIT_STD * (scale if id(parameter) in repeated else 1.0))
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """Embeddings (B, L, D)."""
+        return self.embedding(tokens_BL)
+
+    def readout(self, state_BLD: Tensor) -> Tensor:
+        """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
+        weight_VD = self.embedding.weight[: self.config.n_predicted]
+        return F.linear(self.norm(state_BLD), weight_VD).float()
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        *,
+        cache: KVCache | None = None,
+        lengths_B: Tensor | None = None,
+        read_B: Tensor | None = None,
+        depth: int | None = None,
+        stats: bool = False,
+    ) -> ModelOutput:
+        """Logits of the next token at every position.
+
+        tokens_BL: ids; with `cache` the continuation of what each row has cached, and the cache grows by it.
+        lengths_B: how many of the L tokens of each row are real, the rest being padding on the right (None: all).
+        read_B: read the logits at this one position of each row only. depth: run so many cycles, steps or layers.
+        stats: also return what each application did.
+
+        Raises: UserError if the sequence is longer than the context, an id is outside the vocabulary, or the depth is
+        impossible.
+        """
+        call = self._begin(tokens_BL, cache, lengths_B)
+        call.stats = [] if stats else None
+        for state_BLD in self.states(tokens_BL, call, self.schedule(depth)):
+            last_BLD = state_BLD
+        if cache is not None:
+            cache.lengths_B = cache.lengths_B + (tokens_BL.shape[1] if lengths_B is None else lengths_B.cpu())
+        if read_B is not None:
+            rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
+            last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
+        return ModelOutput(self.readout(last_BLD), call.stats)
+
+    def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
+        B, L = tokens_BL.shape
+        if B == 0 or L == 0:
+            raise UserError(f"tokens of shape {tuple(tokens_BL.shape)}: at least one token is needed")
+        new_B = L if lengths_B is None else lengths_B.cpu()
+        longest = L if cache is None else int((cache.lengths_B + new_B).max())
+        if longest > self.config.context:
+            raise UserError(
+                f"a sequence of {longest} tokens is longer than the model's context of {self.config.context}"
+            )
+        head_dim = self.config.d_model // self.config.heads
+        call = prepare_call(B, L, head_dim, self.config.rope_theta, tokens_BL.device, cache)
+        call.truncate_gradient = self.training
+        return call
+
+    def losses(self, batch: Batch, rng: random.Random | None = None) -> Iterator[PartialLoss]:
+        """Partial losses of a training step, one per supervision pass, each with its own graph.
+
+        rng: decides exit sampling (None: always the full depth).
+        """
+        depth = self._training_depth(rng)
+        schedule = self.schedule(depth)
+        call = self._begin(batch.inputs_BL, None, None)
+        for index, state_BLD in enumerate(self.states(batch.inputs_BL, call, schedule)):
+            logits_BLV = self.readout(state_BLD)
+            nats = F.cross_entropy(
+                logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+            yield PartialLoss(nats, nats.detach(), batch.n_targets, counted=index == self.n_passes - 1, depth=depth)
+
+    def _training_depth(self, rng: random.Random | None) -> int:
+        probability = getattr(self.config, "exit_probability", 0.0)
+        if rng is not None and self.trained_depth > 1 and rng.random() < probability:
+            return rng.randint(1, self.trained_depth - 1)
+        return self.trained_depth
+
+    def new_cache(
+        self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache for `batch_size` rows of up to `max_length` positions, one slot per application.
+
+        dtype: of keys and values (None: as the weights).
+        """
+        weight = self.embedding.weight
+        attention = next(m for m in self.modules() if isinstance(m, Attention))
+        return KVCache(
+            1 + max(application.slot for application in self.schedule(depth)),
+            batch_size,
+            attention.n_kv_heads,
+            max_length,
+            attention.head_dim,
+            dtype or weight.dtype,
+            weight.device,
+        )

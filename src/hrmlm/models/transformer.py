@@ -1,0 +1,56 @@
+"""`transformer`: independent blocks, one after the other. The baseline that stores a block per layer.
+
+Shapes: B rows, L positions, D width.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import Tensor, nn
+
+from hrmlm.errors import UserError
+from hrmlm.models.base import LanguageModel, ModelConfig, Positive
+from hrmlm.models.blocks import Application, ForwardCall
+from hrmlm.models.registry import register
+
+
+class TransformerConfig(ModelConfig):
+    """n_layers: number of independent blocks."""
+
+    family: Literal["transformer"] = "transformer"
+    n_layers: Positive = 4
+
+
+@register(TransformerConfig)
+class Transformer(LanguageModel):
+    """A pre-norm decoder of n_layers independent blocks: V·D + 16·n_layers·D² weights."""
+
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.n_layers))
+
+    @property
+    def trained_depth(self) -> int:
+        """Number of layers."""
+        return self.config.n_layers
+
+    def check_depth(self, depth: int) -> None:
+        """Raises: UserError: a depth is a number of first layers."""
+        super().check_depth(depth)
+        if depth > self.config.n_layers:
+            raise UserError(f"depth {depth} is not possible; the model has {self.config.n_layers} layers")
+
+    def build_schedule(self, depth: int) -> list[Application]:
+        """One application per layer."""
+        return [Application(f"layer {i + 1}", f"blocks.{i}", slot=i) for i in range(depth)]
+
+    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
+        """See LanguageModel.states."""
+        h_BLD = self.embed(tokens_BL)
+        for application, block in zip(schedule, self.blocks, strict=False):
+            new_BLD = block(h_BLD, call, application.slot)
+            call.record(application, h_BLD, new_BLD)
+            h_BLD = new_BLD
+        yield h_BLD
