@@ -1,0 +1,1 @@
+"""Measuring models: loss on text, and what they cost."""

@@ -1,0 +1,157 @@
+"""Loss of a model on text, scored with sliding windows.
+
+A stream of text is scored as a whole; an end-of-text mark in front of it is context, so that every token is scored.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import hrmlm
+from hrmlm.errors import UserError
+from hrmlm.evaluation.report import EndMarks, LossReport, show
+from hrmlm.evaluation.scoring import DocumentScore, Ids, score_documents, score_tokens
+from hrmlm.evaluation.words import count_words
+from hrmlm.models.base import LanguageModel
+
+if TYPE_CHECKING:
+    from hrmlm.data.tokenizer import Tokenizer
+    from hrmlm.data.tokens import PreparedData
+
+__all__ = [
+    "DocumentScore",
+    "EndMarks",
+    "LossReport",
+    "evaluate_data",
+    "evaluate_file",
+    "evaluate_ids",
+    "score_documents",
+    "score_tokens",
+    "show",
+]
+
+RULE = (
+    "the tokens are one stream with an end-of-text mark in front as context; window k starts at token k * stride and "
+    "reads at most `window` tokens, also across the borders of documents; each token is scored once, by the first "
+    "window that predicts it; end-of-text marks inside the stream are scored apart and enter neither the total nor the "
+    "tokens nor the bytes; words are separated by white space"
+)
+
+
+def evaluate_ids(
+    model: LanguageModel,
+    ids: Ids,
+    tokenizer: "Tokenizer",
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    depth: int | None = None,
+    data: str | None = None,
+    data_path: str | None = None,
+    split: str | None = None,
+    checkpoint: str | None = None,
+    progress: bool = False,
+) -> LossReport:
+    """Loss on a stream of ids. An end-of-text mark is put in front as context, so that every id given is scored.
+
+    window, stride, batch_size, depth, progress: as in `score_tokens`. The rest are names for the report; data: a
+    fingerprint (None: one of the ids).
+    Raises: UserError for bad settings or ids that the model cannot predict.
+    """
+    window = model.config.context if window is None else window
+    stride = window if stride is None else stride
+    _check_tokenizer(tokenizer, ids := np.asarray(ids))
+    stream = np.concatenate([[tokenizer.end_of_text], ids]).astype(np.int64)
+    nats = score_tokens(
+        model, stream, window=window, stride=stride, batch_size=batch_size, depth=depth, progress=progress
+    )
+    bytes_per_token = tokenizer.token_bytes[stream[1:]]
+    text = bytes_per_token > 0
+    parameter = next(model.parameters())
+    return LossReport(
+        total_nats=float(nats[text].sum()),
+        tokens=int(text.sum()),
+        bytes=int(bytes_per_token.sum()),
+        words=count_words(tokenizer, stream[1:]),
+        end_marks=EndMarks(count=int((~text).sum()), nats=float(nats[~text].sum())),
+        window=window,
+        stride=stride,
+        batch_size=batch_size,
+        depth=depth,
+        schedule=tuple(application.name for application in model.schedule(depth)),
+        precision=_precision(parameter),
+        device=_device(parameter.device),
+        tokenizer=tokenizer.fingerprint,
+        data=data or _fingerprint(stream[1:].tobytes()),
+        data_path=data_path,
+        split=split,
+        checkpoint=checkpoint,
+        rule=RULE,
+        hrmlm_version=hrmlm.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+def evaluate_data(model: LanguageModel, data: "PreparedData", split: str = "valid", **settings: Any) -> LossReport:
+    """Loss on a split of prepared data. `settings`: as in `evaluate_ids`.
+
+    Raises: UserError for a missing split, bad settings, or data of another tokenizer.
+    """
+    return evaluate_ids(
+        model, data.split(split), data.tokenizer, split=split, **{"data": data.meta.fingerprint, **settings}
+    )
+
+
+def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer", **settings: Any) -> LossReport:
+    """Loss on a UTF-8 text file, scored as one document without an end mark. `settings`: as in `evaluate_ids`.
+
+    Raises: UserError for a missing, empty or undecodable file (with the byte offset), or bad settings.
+    """
+    path = Path(path)
+    content = _read(path)
+    ids = tokenizer.encode(content)
+    return evaluate_ids(model, ids, tokenizer, **{"data": _fingerprint(content), "data_path": str(path), **settings})
+
+
+def _read(path: Path) -> bytes:
+    """Content of a UTF-8 text file with something in it. Raises: UserError naming the file (and byte offset)."""
+    try:
+        content = path.read_bytes()
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: invalid UTF-8 at byte {error.start}; give a UTF-8 text file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if not content:
+        raise UserError(f"{path} is empty: nothing to evaluate")
+    return content
+
+
+def _check_tokenizer(tokenizer: "Tokenizer", ids: NDArray[np.integer]) -> None:
+    if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
+        raise UserError(
+            f"token id {int(ids.max())} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}; "
+            "use the tokenizer that made the ids"
+        )
+
+
+def _fingerprint(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _precision(parameter: torch.Tensor) -> str:
+    """Data type of the weights, and that of autocast where it is on."""
+    precision = str(parameter.dtype).removeprefix("torch.")
+    kind = parameter.device.type
+    if torch.is_autocast_enabled(kind):
+        precision += f", autocast {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+    return precision
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,0 +1,190 @@
+"""Negative log-likelihoods of given tokens, in nats.
+
+Shape letters: B batch, L positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from hrmlm.errors import UserError
+from hrmlm.evaluation.windows import Window, check_window, plan_windows
+from hrmlm.models.base import LanguageModel
+
+Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
+
+_CHECK = 1 << 20  # ids looked at together when their range is checked
+
+
+class DocumentScore(NamedTuple):
+    """Total of one document scored on its own."""
+
+    nats: float
+    tokens: int
+
+
+def score_tokens(
+    model: LanguageModel,
+    ids: Ids,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    depth: int | None = None,
+    pad_id: int = 0,
+    progress: bool = False,
+) -> NDArray[np.float64]:
+    """Nats of each token of a stream given the tokens before it, by sliding windows (see `plan_windows`).
+
+    ids: N token ids, one dimension; a memory map is read piece by piece. window: tokens the model reads at once
+    (default: its context). stride: tokens between the starts of windows (default: the window, so disjoint blocks).
+    depth: cycles or steps to run instead of the trained number. pad_id fills the end of short windows, which a
+    causal model cannot see; the result depends neither on it nor on batch_size (to float32 rounding).
+
+    Returns: (N - 1,), the nats of ids[1:]; empty for fewer than two ids.
+    Raises: UserError for a window or stride out of range, or an id that the model cannot predict.
+    """
+    window = model.config.context if window is None else window
+    stride = window if stride is None else stride
+    check_window(window, stride, model.config.context)
+    ids = _array(ids)
+    _check_ids(model, ids)
+    nats = np.empty(max(len(ids) - 1, 0), dtype=np.float64)
+    windows = plan_windows(len(ids), window, stride)
+    with _evaluating(model), _bar(len(nats), progress) as advance:
+        while batch := list(islice(windows, _positive(batch_size))):
+            rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
+            scores = _score_rows(model, rows, [item.end + 1 - item.first for item in batch], pad_id, depth)
+            for item, score in zip(batch, scores, strict=True):
+                nats[item.first - 1 : item.end] = score
+                advance(len(score))
+    return nats
+
+
+def score_documents(
+    model: LanguageModel,
+    documents: Sequence[Ids],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    depth: int | None = None,
+    pad_id: int = 0,
+    progress: bool = False,
+) -> list[DocumentScore]:
+    """Score documents one by one: no document sees another. The first token of each is context only.
+
+    Put the end-of-text id in front of a document to have its first token scored too. Totals depend neither on the
+    batch size, nor on the order, nor on the pad id (to float32 rounding). Arguments and errors as in `score_tokens`.
+
+    Returns: one total per document, in the order given; (0.0, 0) for documents of fewer than two tokens.
+    """
+    window = model.config.context if window is None else window
+    stride = window if stride is None else stride
+    check_window(window, stride, model.config.context)
+    arrays = [_array(document) for document in documents]
+    for array in arrays:
+        _check_ids(model, array)
+    work = [(index, item) for index, array in enumerate(arrays) for item in plan_windows(len(array), window, stride)]
+    work.sort(key=lambda pair: pair[1].start - pair[1].end)  # windows of like length together: less padding
+    nats, counts = [0.0] * len(arrays), [0] * len(arrays)
+    with _evaluating(model), _bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
+        for batch in _batches(work, _positive(batch_size)):
+            rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
+            scores = _score_rows(model, rows, [item.end + 1 - item.first for _, item in batch], pad_id, depth)
+            for (index, _), score in zip(batch, scores, strict=True):
+                nats[index] += float(score.sum())
+                counts[index] += len(score)
+                advance(len(score))
+    return [DocumentScore(total, count) for total, count in zip(nats, counts, strict=True)]
+
+
+def _score_rows(
+    model: LanguageModel, rows: Sequence[NDArray[np.int64]], scored: Sequence[int], pad_id: int, depth: int | None
+) -> list[NDArray[np.float64]]:
+    """Nats of the last scored[i] tokens of row i, from one call of the model.
+
+    A row is the window's inputs followed by the one token that only its last input predicts.
+    """
+    device = next(model.parameters()).device
+    lengths = [len(row) - 1 for row in rows]
+    tokens_BL = np.full((len(rows), max(lengths)), pad_id, dtype=np.int64)
+    for i, row in enumerate(rows):
+        tokens_BL[i, : lengths[i]] = row[:-1]
+    last_only = max(scored) == 1  # stride 1: the head reads one position per row instead of a whole window
+    read_B = torch.tensor(lengths, device=device) - 1 if last_only else None
+    logits_BLV = model(torch.from_numpy(tokens_BL).to(device), read_B=read_B, depth=depth).logits
+    nats = []
+    for i, (row, count) in enumerate(zip(rows, scored, strict=True)):  # row by row: one copy of L x V, not of B x L x V
+        positions = slice(None) if last_only else slice(lengths[i] - count, lengths[i])
+        targets_N = torch.from_numpy(row[-count:]).to(device)
+        nats.append(F.cross_entropy(logits_BLV[i, positions].float(), targets_N, reduction="none").double())
+    return list(np.split(torch.cat(nats).cpu().numpy(), np.cumsum(scored)[:-1]))
+
+
+def _array(ids: Ids) -> NDArray[np.integer]:
+    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asanyarray(ids)
+    if array.ndim != 1:
+        raise UserError(f"token ids of shape {array.shape}: one dimension expected")
+    return array.astype(np.int64) if array.size == 0 else array
+
+
+def _check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
+    """Raise UserError if an id has no logit: the data then belong to another tokenizer."""
+    limit = model.config.n_predicted
+    for start in range(0, len(ids), _CHECK):
+        part = ids[start : start + _CHECK]
+        low, high = int(part.min()), int(part.max())
+        if low < 0 or high >= limit:
+            wrong = low if low < 0 else high
+            raise UserError(
+                f"token id {wrong} is outside the model's vocabulary 0..{limit - 1}; "
+                "prepare the data with the tokenizer of the checkpoint"
+            )
+
+
+def _positive(batch_size: int) -> int:
+    if batch_size < 1:
+        raise UserError(f"batch size {batch_size}: must be 1 or more")
+    return batch_size
+
+
+def _batches(work: list[tuple[int, Window]], size: int) -> Iterator[list[tuple[int, Window]]]:
+    return (work[start : start + size] for start in range(0, len(work), size))
+
+
+@contextmanager
+def _evaluating(model: LanguageModel) -> Iterator[None]:
+    """Evaluation mode without gradients; the mode before is restored.
+
+    `no_grad`, not `inference_mode`: a table that a model computes on first use must stay usable in training.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
+    """Yields a function that advances a progress bar on standard error, or does nothing."""
+    if not progress:
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("scoring tokens", total=total)
+        yield lambda tokens: bar.advance(task, tokens)
