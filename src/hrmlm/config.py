@@ -46,6 +46,8 @@ def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
     if item["type"] == "extra_forbidden":
         return f"{name}: unknown key, {nearest(path[-1], _fields_at(cls, path[:-1]))}"
     message = item["msg"].removeprefix("Value error, ")
+    if not path:  # a check of several fields, which names them itself
+        return message if message.startswith(f"{where}.") else f"{where}: {message}"
     message = message[0].lower() + message[1:]
     return f"{name}: {message}" if item["type"] == "missing" else f"{name}: {message} (got {_short(item['input'])})"
 

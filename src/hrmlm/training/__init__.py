@@ -1,0 +1,1 @@
+"""Training: recipe, optimizer and schedule, the loop, run directory and record."""

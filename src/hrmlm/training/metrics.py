@@ -1,0 +1,102 @@
+"""The record of a run: `metrics.jsonl` always, other trackers if asked for. A tracker that fails never stops training.
+
+Each line is one JSON object with "event": step, eval, start, resume or stop. Lines of steps that a crash made the run
+repeat stay, marked "superseded": true, so each step stands exactly once among the others.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hrmlm.errors import UserError
+from hrmlm.files import write_atomic
+from hrmlm.training.run import warn
+
+
+class Tracker(Protocol):
+    """Something that keeps numbers by name and step."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Keep `values` of `step`."""
+
+    def close(self) -> None:
+        """Write out what is still held back."""
+
+
+class TensorBoard:
+    """Event files for TensorBoard in `directory` (extra: tensorboard)."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("the tracker tensorboard needs: pip install 'hrmlm[tensorboard]'") from None
+        self._writer = SummaryWriter(directory)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """See Tracker."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._writer.close()
+
+
+class Metrics:
+    """Appends lines to metrics.jsonl and passes numbers on to trackers."""
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._trackers = list(trackers)
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Append one line. A value that is not finite becomes null with its text beside it: JSON has no NaN."""
+        line = {"event": event, "step": step, **values}
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                line[name], line[f"{name}_text"] = None, str(value)
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        numbers = {f"{event}/{k}": float(v) for k, v in values.items() if isinstance(v, int | float)}
+        for tracker in list(self._trackers):
+            self._attempt(tracker, "log", step, numbers)
+
+    def _attempt(self, tracker: Tracker, method: str, *arguments: Any) -> None:
+        try:
+            getattr(tracker, method)(*arguments)
+        except Exception as error:  # whatever a tracker does, training goes on
+            warn(f"tracker {type(tracker).__name__} failed and is switched off: {error}")
+            if tracker in self._trackers:
+                self._trackers.remove(tracker)
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        self._file.close()
+        for tracker in list(self._trackers):
+            self._attempt(tracker, "close")
+
+
+def read_metrics(path: Path, superseded: bool = False) -> list[dict[str, Any]]:
+    """The lines of a record, without one that a kill cut short, and without superseded ones unless asked for."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if superseded or not line.get("superseded"):
+            lines.append(line)
+    return lines
+
+
+def supersede(path: Path, step: int) -> None:
+    """Mark the lines of steps after `step` as superseded: the run is about to repeat them."""
+    if not path.is_file():
+        return
+    lines = read_metrics(path, superseded=True)
+    for line in lines:
+        if line.get("step", 0) > step:
+            line["superseded"] = True
+    write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -1,0 +1,188 @@
+"""What a training run is: one validated recipe, read from YAML, changed by dotted overrides."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from hrmlm.config import StrictConfig, nearest
+from hrmlm.errors import UserError
+from hrmlm.models import ModelConfig, model_config
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataConfig(StrictConfig):
+    """path: directory written by `hrmlm prepare`; window: tokens the model reads at once in training (None: the
+    model's context); workers: processes that read batches ahead (0: none; reading is a memory map, rarely a bottleneck).
+    """
+
+    path: str | None = None
+    window: Positive | None = None
+    workers: NotNegative = 0
+
+
+class OptimizerConfig(StrictConfig):
+    """AdamW (Loshchilov & Hutter 2019). lr: peak learning rate; clip: base of the largest gradient norm let through,
+    which the trainer multiplies by the model's K/M; weight_decay: on matrices, not on gains, biases and vectors."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] = 1.0
+
+
+class ScheduleConfig(StrictConfig):
+    """Learning rate over the run. kind: "cosine" (warm-up, then half a cosine down to min_ratio) or "wsd" (warm-up,
+    stable, then linear decay to min_ratio over the last decay_fraction); warmup: steps (None: what the family asks for,
+    or warmup_fraction of a run too short for that)."""
+
+    kind: Literal["cosine", "wsd"] = "cosine"
+    warmup: NotNegative | None = None
+    warmup_fraction: Fraction = 0.2
+    min_ratio: Fraction = 0.1
+    decay_fraction: Fraction = 0.2
+
+
+class TrainingConfig(StrictConfig):
+    """steps: optimizer steps; batch_size: windows per forward pass; accumulation: forward passes per step, weighted by
+    token; seed: of weights, data order, dropout and exit sampling; precision: of matrix products; eval_every,
+    save_every: in steps (0: only at the end); eval_tokens: validation tokens looked at during training (None: all);
+    keep: checkpoints kept beside the best one; trackers: further records besides metrics.jsonl; init_from: checkpoint
+    whose weights a new run starts from."""
+
+    steps: Positive = 1000
+    batch_size: Positive = 16
+    accumulation: Positive = 1
+    seed: NotNegative = 0
+    device: str = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
+    eval_every: NotNegative = 250
+    eval_tokens: Positive | None = 65_536
+    save_every: NotNegative = 250
+    keep: Positive = 2
+    trackers: tuple[Literal["tensorboard"], ...] = ()
+    init_from: str | None = None
+
+
+class Recipe(StrictConfig):
+    """A training run: `model` (settings of a family), `data`, `training`, `optimizer`, `schedule`."""
+
+    model: dict[str, Any]
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _check_model(self) -> "Recipe":
+        config = self.model_config_of()
+        if self.data.window and self.data.window > config.context:
+            raise ValueError(f"data.window {self.data.window} is longer than model.context {config.context}")
+        return self
+
+    def model_config_of(self) -> ModelConfig:
+        """The validated configuration of the model."""
+        return model_config(self.model)
+
+    @property
+    def window(self) -> int:
+        """Tokens the model reads at once in training."""
+        return self.data.window or self.model_config_of().context
+
+    def changed(self, overrides: Sequence[str]) -> "Recipe":
+        """The recipe with dotted overrides such as "model.d_model=256" applied. Raises: UserError."""
+        settings = self.to_dict()
+        for override in overrides:
+            _apply(settings, override)
+        return Recipe.parse(settings, "recipe")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for YAML and JSON; settings of the model as they were given."""
+        return self.model_dump(mode="json")
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package; those of full published size are its presets."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by path, or by name where it comes with the package. Raises: UserError."""
+    if Path(name).is_file():
+        return Path(name)
+    shipped = RECIPES / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        shipped = RECIPES / Path(name).name
+        if shipped.is_file() and Path(name).parent.name == "recipes":
+            return shipped
+        raise UserError(f"recipe {name} does not exist; shipped recipes: {', '.join(recipe_names())}")
+    raise UserError(f"unknown recipe or preset {name!r}, {nearest(name, recipe_names())}")
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe. name: path or name of a shipped recipe; overrides: "section.key=value".
+
+    Raises: UserError in one line: missing file, bad YAML, unknown key (with the nearest valid one), bad value.
+    """
+    path = find_recipe(name)
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+        raise UserError(f"{path} is not a recipe: it needs a section `model:` with at least `family:`")
+    for override in overrides:
+        _apply(settings, override)
+    return Recipe.parse(settings, "recipe")
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    """Set one dotted key in nested settings; the value is read as YAML."""
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise UserError(f"override {override!r} is not of the form section.key=value, such as training.steps=100")
+    if len(parts) == 1 and parts[0] not in Recipe.model_fields:
+        raise UserError(f"override {override!r}: unknown key, {_where(parts[0])}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+    if isinstance(value, str):
+        value = _number(value)
+    for part in parts[:-1]:
+        if not isinstance(settings.setdefault(part, {}), dict):
+            raise UserError(f"override {override!r}: {part} is a value, not a section")
+        settings = settings[part]
+    settings[parts[-1]] = value
+
+
+def _number(text: str) -> float | str:
+    """YAML 1.1 reads 3e-4 as a text; people mean a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _where(key: str) -> str:
+    """Hint for a key without its section."""
+    sections: Mapping[str, type[StrictConfig]] = {
+        "data": DataConfig,
+        "training": TrainingConfig,
+        "optimizer": OptimizerConfig,
+        "schedule": ScheduleConfig,
+    }
+    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
+    return f"did you mean {homes[0]!r}?" if homes else nearest(key, Recipe.model_fields)

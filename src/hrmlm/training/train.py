@@ -1,0 +1,360 @@
+"""A whole training run: recipe and prepared data in, run directory out. Resumable exactly, stoppable at any moment."""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hrmlm
+from hrmlm.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_weights, read_tensors, save_checkpoint
+from hrmlm.data.tokens import PreparedData, TokenWindows, loader
+from hrmlm.errors import UserError
+from hrmlm.evaluation.loss import evaluate_ids
+from hrmlm.files import write_json
+from hrmlm.models import LanguageModel, ModelConfig, build_model
+from hrmlm.training.metrics import Metrics, TensorBoard, Tracker, supersede
+from hrmlm.training.recipe import Recipe
+from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint
+from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
+
+FIXED_ON_RESUME = ("model.", "data.window", "training.seed", "training.batch_size", "training.accumulation")
+"""What cannot change in the middle of a run: the weights' shapes and the order of the data."""
+
+
+class Reporter:
+    """What a run tells while it goes on; the command line's draws progress bars, this one is silent."""
+
+    def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
+        """Before the first step; `done` steps were done earlier."""
+
+    def step(self, result: StepResult, tokens_per_second: float) -> None:
+        """After every step."""
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, is_best: bool) -> None:
+        """After every evaluation."""
+
+    def stop(self) -> None:
+        """At the end, whatever the reason."""
+
+
+@dataclass
+class RunResult:
+    """How a run ended. stopped_by: name of the signal that ended it early, None if it is complete; tokens_per_second:
+    median over the steps of this process, evaluation and saving not included."""
+
+    out: str
+    step: int
+    steps: int
+    parameters: int
+    tokens: int
+    loss: float | None
+    bits_per_byte: float | None
+    best_step: int | None
+    best_loss: float | None
+    tokens_per_second: float
+    seconds: float
+    stopped_by: str | None
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> RunResult:
+    """Train as the recipe says, into the directory `out`.
+
+    Raises: UserError before any work for bad input; TrainingDiverged if the loss or a gradient stops being finite.
+    """
+    run = RunDirectory(out)
+    session = _Session(recipe, run, reporter or Reporter())
+    session.open_data()
+    if resume:
+        session.resume()
+    else:
+        session.start(overwrite)
+    try:
+        return session.loop()
+    finally:
+        session.close()
+
+
+def model_config_for(recipe: Recipe, vocab_size: int) -> ModelConfig:
+    """The recipe's model, with its vocabulary fitted to the tokenizer's. Raises: UserError if ids would not fit."""
+    config = recipe.model_config_of()
+    if config.vocab_size is None:
+        return config.replace(vocab_size=vocab_size)
+    if config.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size {config.vocab_size} is smaller than the data's vocabulary of {vocab_size}; "
+            "leave it out, or prepare the data with a smaller tokenizer"
+        )
+    if config.used_vocab not in (None, vocab_size):
+        raise UserError(f"model.used_vocab {config.used_vocab} is not the data's vocabulary of {vocab_size}")
+    return config.replace(used_vocab=vocab_size if vocab_size < config.vocab_size else None)
+
+
+class _Session:
+    """One process's work on a run."""
+
+    def __init__(self, recipe: Recipe, run: RunDirectory, reporter: Reporter) -> None:
+        self.recipe, self.run, self.reporter = recipe, run, reporter
+        self.metrics: Metrics | None = None
+        self.notes: list[str] = []
+        self.signal: str | None = None
+        self.last_evaluation: tuple[int, float, float | None] | None = None
+
+    def open_data(self) -> None:
+        """Open and check the data; nothing is written before this has worked."""
+        if self.recipe.data.path is None:
+            raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
+        try:
+            torch.empty(0, device=self.recipe.training.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"training.device {self.recipe.training.device!r} cannot be used: {reason}") from None
+        self.data = PreparedData.open(self.recipe.data.path)
+        training = self.recipe.training
+        self.windows = TokenWindows(
+            self.data.split("train"), self.recipe.window, training.batch_size, seed=training.seed
+        )
+        self.config = model_config_for(self.recipe, self.data.tokenizer.vocab_size)
+        valid = self.data.split("valid")
+        self.valid_ids = valid if training.eval_tokens is None else valid[: training.eval_tokens]
+
+    def _new_trainer(self) -> Trainer:
+        torch.manual_seed(self.recipe.training.seed)
+        model = build_model(self.config)
+        workers = self.recipe.data.workers
+        return Trainer(self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers))
+
+    def _open_metrics(self) -> None:
+        trackers: list[Tracker] = [TensorBoard(self.run.path / "tensorboard") for _ in self.recipe.training.trackers]
+        self.metrics = Metrics(self.run.metrics, trackers)
+
+    def start(self, overwrite: bool) -> None:
+        """Begin a new run."""
+        self.trainer = self._new_trainer()
+        if self.recipe.training.init_from:
+            source = resolve_checkpoint(self.recipe.training.init_from)
+            self._check_tokenizer(source)
+            load_weights(self.trainer.model, source.path / WEIGHTS)
+            self.notes.append(f"weights from {source.path}")
+        self.run.create(overwrite)
+        self.run.write_recipe(self.recipe)
+        self._open_metrics()
+        self._log("start", recipe=self.recipe.to_dict(), parameters=self._parameters(), version=hrmlm.__version__)
+        self.notes.append(self.trainer.rates.note)
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint of the run."""
+        if not self.run.path.is_dir():
+            raise UserError(f"{self.run.path} does not exist; start the run without --resume")
+        self.run.lock()
+        checkpoint = self.run.newest()
+        if checkpoint.training is None or OPTIMIZER not in checkpoint.files:
+            raise UserError(
+                f"{checkpoint.path} holds weights only, so training cannot go on from it; start a new run from these "
+                f"weights with training.init_from={checkpoint.path}"
+            )
+        changes = self._check_changes(checkpoint)
+        self.trainer = self._new_trainer()
+        load_weights(self.trainer.model, checkpoint.path / WEIGHTS)
+        self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER))
+        position = {k: v for k, v in checkpoint.training.items() if k in Progress.__dataclass_fields__}
+        self.trainer.progress = Progress(**position)
+        supersede(self.run.metrics, checkpoint.step)
+        self.run.write_recipe(self.recipe)
+        self._open_metrics()
+        self._log("resume", changes={key: list(values) for key, values in changes.items()})
+
+    def _check_changes(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+        """Differences to the recipe the run was started with; what is given now wins, and is announced."""
+        assert checkpoint.training is not None
+        self._check_tokenizer(checkpoint)
+        if checkpoint.data_fingerprint != self.data.meta.fingerprint:
+            raise UserError(
+                f"{self.recipe.data.path} has fingerprint {self.data.meta.fingerprint} and the run was trained on "
+                f"{checkpoint.data_fingerprint}; give the same prepared data, or start a new run with "
+                f"training.init_from={checkpoint.path}"
+            )
+        old = Recipe.parse(checkpoint.training["recipe"], f"{checkpoint.path}: recipe")
+        changes = difference(old.to_dict(), self.recipe.to_dict())
+        fixed = [key for key in changes if key.startswith(FIXED_ON_RESUME)]
+        if fixed:
+            told = ", ".join(f"{key} (was {changes[key][0]!r}, now {changes[key][1]!r})" for key in fixed)
+            raise UserError(
+                f"cannot change in the middle of a run: {told}; start a new run with "
+                f"training.init_from={checkpoint.path}"
+            )
+        done, steps = checkpoint.step, self.recipe.training.steps
+        if steps < done:
+            raise UserError(f"training.steps={steps} but the run has done {done} steps; give at least {done}")
+        self.notes.append(f"resumed after step {done} of {steps} from {checkpoint.path}")
+        for key, (before, after) in changes.items():
+            self.notes.append(f"{key}: {before!r} in the checkpoint, {after!r} given now; the value given now is used")
+        if any(key.startswith(("optimizer.lr", "schedule.", "training.steps")) for key in changes):
+            self.notes.append(
+                f"the learning rate follows the new schedule from step {done + 1} on, without restarting it"
+            )
+        return changes
+
+    def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
+        ours = self.data.tokenizer.fingerprint
+        if checkpoint.tokenizer_fingerprint not in (None, ours):
+            raise UserError(
+                f"{checkpoint.path} was trained with tokenizer {checkpoint.tokenizer_fingerprint} and "
+                f"{self.recipe.data.path} was prepared with {ours}"
+            )
+
+    def loop(self) -> RunResult:
+        """Train, evaluate and save until the run is complete or a signal asks to stop."""
+        training, progress = self.recipe.training, self.trainer.progress
+        started, rates = time.perf_counter(), []
+        self.reporter.start(self.recipe, progress.step, self.notes)
+        with self._signals():
+            try:
+                for result in self.trainer.steps():
+                    rates.append(result.tokens / result.seconds)
+                    self._record(result, rates[-1])
+                    if self.signal:
+                        break
+                    if _due(result.step, training.eval_every) and result.step < training.steps:
+                        self._evaluate()
+                    if _due(result.step, training.save_every):
+                        self._save()
+            except TrainingDiverged as error:
+                self._log("stop", reason=str(error))
+                raise
+            finally:
+                self.reporter.stop()
+            if self.signal is None and self._evaluation_is_old():
+                self._evaluate()
+            self._save()
+        self._log("stop", reason=self.signal or "complete")
+        return self._result(rates, time.perf_counter() - started)
+
+    def _evaluation_is_old(self) -> bool:
+        return self.last_evaluation is None or self.last_evaluation[0] < self.trainer.progress.step
+
+    def _record(self, result: StepResult, tokens_per_second: float) -> None:
+        extra = {name: value / max(1, result.targets) for name, value in result.extra.items()}
+        self._log(
+            "step",
+            loss=result.loss if result.updated else None,
+            lr=result.lr,
+            gradient_norm=result.norm,
+            tokens=self.trainer.progress.tokens,
+            targets=result.targets,
+            depth=result.depth,
+            batches_without_targets=self.trainer.progress.batches_without_targets,
+            tokens_per_second=round(tokens_per_second, 1),
+            **extra,
+        )
+        self.reporter.step(result, tokens_per_second)
+
+    def _evaluate(self) -> None:
+        progress, model = self.trainer.progress, self.trainer.model
+        model.eval()
+        report = evaluate_ids(
+            model,
+            self.valid_ids,
+            self.data.tokenizer,
+            window=min(self.recipe.window, len(self.valid_ids)),
+            batch_size=self.recipe.training.batch_size,
+        )
+        model.train()
+        loss, bits = report.nats_per_token, report.bits_per_byte
+        if loss is None or not math.isfinite(loss):
+            self._log("stop", reason=f"step {progress.step}: the validation loss is not finite")
+            raise TrainingDiverged(progress.step, "the validation loss")
+        is_best = progress.best_loss is None or loss < progress.best_loss
+        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best)
+        self.reporter.evaluation(progress.step, loss, bits, is_best)
+        self.last_evaluation = (progress.step, loss, bits)
+        if is_best:
+            progress.best_loss = loss
+            self._save()
+            self.run.mark_best(progress.step, loss)
+
+    def _save(self) -> None:
+        path = self.run.checkpoint_path(self.trainer.progress.step)
+        if path.exists():
+            return
+        save_checkpoint(
+            path,
+            self.trainer.model,
+            tokenizer=self.data.tokenizer,
+            optimizer_state=self.trainer.optimizer_state(),
+            training=self.trainer.position(),
+            data_fingerprint=self.data.meta.fingerprint,
+        )
+        self.run.prune(self.recipe.training.keep)
+
+    def _result(self, rates: list[float], seconds: float) -> RunResult:
+        progress = self.trainer.progress
+        _, loss, bits = self.last_evaluation or (0, None, None)
+        result = RunResult(
+            out=str(self.run.path),
+            step=progress.step,
+            steps=self.recipe.training.steps,
+            parameters=self._parameters(),
+            tokens=progress.tokens,
+            loss=loss,
+            bits_per_byte=bits,
+            best_step=self.run.best_step(),
+            best_loss=progress.best_loss,
+            tokens_per_second=sorted(rates)[len(rates) // 2] if rates else 0.0,
+            seconds=seconds,
+            stopped_by=self.signal,
+        )
+        if self.signal is None:
+            write_json(self.run.path / "result.json", vars(result))
+        return result
+
+    def _parameters(self) -> int:
+        model: LanguageModel = self.trainer.model
+        return sum(p.numel() for p in model.parameters())
+
+    def _log(self, event: str, **values: Any) -> None:
+        assert self.metrics is not None
+        self.metrics.write(event, self.trainer.progress.step if hasattr(self, "trainer") else 0, **values)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
+
+        def request(number: int, frame: object) -> None:
+            if self.signal:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number).name
+
+        previous: dict[signal.Signals, Any] = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous[number] = signal.signal(number, request)
+        except ValueError:
+            pass  # not the main thread: signals are the caller's business
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Close the record and let other processes use the directory."""
+        if self.metrics is not None:
+            self.metrics.close()
+        self.run.close()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,176 @@
+"""The training loop. It knows the model interface, never a family.
+
+Everything random is a function of (seed, step, micro-batch) and the data order a function of the batch index, so a run
+that is killed and resumed repeats exactly what an uninterrupted one does, without any generator state to save.
+"""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hrmlm.data.batch import Batch
+from hrmlm.models import LanguageModel
+from hrmlm.models.blocks import Block
+from hrmlm.training.optimizer import LearningRate, build_optimizer
+from hrmlm.training.recipe import Recipe
+
+
+class TrainingDiverged(RuntimeError):
+    """Loss or gradient is no longer finite; the weights are those before the bad step."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(f"step {step}: {what} is not finite")
+        self.step = step
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step did. nats: summed cross-entropy of `targets` tokens; norm: of the gradient, before it was
+    clipped; extra: further sums by name; tokens: read by the model; depth: cycles or steps run; updated: False where
+    there was no target in the whole step."""
+
+    step: int
+    nats: float
+    targets: int
+    tokens: int
+    norm: float
+    lr: float
+    depth: int
+    seconds: float
+    updated: bool = True
+    extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Nats per target token: the task's cross-entropy alone."""
+        return self.nats / self.targets if self.targets else math.nan
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all of it is saved. batches_without_targets: micro-batches that had nothing to learn from."""
+
+    step: int = 0
+    tokens: int = 0
+    batches_without_targets: int = 0
+    best_loss: float | None = None
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed that depends on all parts and on nothing else."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run, one step at a time.
+
+    batches: a function (start, stop) → micro-batches of these global indices, in order.
+    """
+
+    def __init__(self, recipe: Recipe, model: LanguageModel, batches: Callable[[int, int], Iterable[Batch]]) -> None:
+        self.recipe, self.config = recipe, recipe.training
+        self.device = torch.device(self.config.device)
+        self.model = model.to(self.device).train()
+        self.batches = batches
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.rates = LearningRate.of(recipe.schedule, recipe.optimizer.lr, self.config.steps, model)
+        self.max_norm = recipe.optimizer.clip * model.gradient_share
+        self.progress = Progress()
+        if self.config.compile:
+            for block in (module for module in model.modules() if isinstance(module, Block)):
+                block.compile()  # in place: the names of the weights stay as they are
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Optimizer state as named tensors: "<parameter>::<quantity>"."""
+        return {
+            f"{name}::{key}": torch.as_tensor(value)
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `optimizer_state` returned."""
+        by_name = dict(self.model.named_parameters())
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.rpartition("::")
+            parameter = by_name[name]
+            # The step counter of AdamW lives on the CPU unless the optimizer is fused on a GPU.
+            self.optimizer.state[parameter][key] = tensor.to(parameter.device) if tensor.ndim else tensor.clone()
+
+    def steps(self) -> Iterator[StepResult]:
+        """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
+        accumulation = self.config.accumulation
+        first, last = self.progress.step + 1, self.config.steps
+        stream = iter(self.batches((first - 1) * accumulation, last * accumulation))
+        for step in range(first, last + 1):
+            micro_batches = list(islice(stream, accumulation))
+            assert micro_batches, "the data ended before the run"
+            yield self.step(step, micro_batches)
+
+    def step(self, step: int, micro_batches: list[Batch]) -> StepResult:
+        """One optimizer step over several micro-batches, weighted by token. Raises: TrainingDiverged."""
+        started = time.perf_counter()
+        lr = self.rates.at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        targets = [batch.n_targets for batch in micro_batches]
+        self.progress.batches_without_targets += targets.count(0)
+        result = StepResult(step, 0.0, 0, sum(b.inputs_BL.numel() for b in micro_batches), 0.0, lr, 0, 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        for index, batch in enumerate(micro_batches):
+            if targets[index]:
+                self._backward(step, index, batch.to(self.device), sum(targets), result)
+        if sum(targets):
+            self._update(result)
+        result.updated = sum(targets) > 0
+        self.progress.step = step
+        self.progress.tokens += result.tokens
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _backward(self, step: int, index: int, batch: Batch, total_targets: int, result: StepResult) -> None:
+        torch.manual_seed(derived_seed(self.config.seed, step, index))  # dropout
+        rng = random.Random(derived_seed(self.config.seed, step))  # depth: the same for all micro-batches of a step
+        losses = self.model.losses(batch, rng)
+        while True:
+            with self._autocast():
+                part = next(losses, None)
+            if part is None:
+                return
+            nats = float(part.task_nats)
+            if not math.isfinite(nats):
+                raise TrainingDiverged(step, "the loss")
+            (part.objective / total_targets).backward()
+            result.depth = part.depth
+            if part.counted:
+                result.nats += nats
+                result.targets += part.n_targets
+                for name, value in part.extra.items():
+                    result.extra[name] = result.extra.get(name, 0.0) + float(value)
+
+    def _update(self, result: StepResult) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        result.norm = float(norm)
+        if not math.isfinite(result.norm):
+            raise TrainingDiverged(result.step, "the gradient")
+        self.optimizer.step()
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.config.precision == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint records about the run besides tensors."""
+        return {**vars(self.progress), "recipe": self.recipe.to_dict()}
