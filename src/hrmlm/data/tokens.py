@@ -1,0 +1,162 @@
+"""Prepared data, read back: ids of a split, and the batches that training draws from them."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hrmlm.data.batch import Batch
+from hrmlm.data.meta import Meta
+from hrmlm.data.order import hash_words, permute
+from hrmlm.data.tokenizer import Tokenizer
+from hrmlm.errors import UserError
+
+
+class PreparedData:
+    """A directory written by `hrmlm prepare`. Use `open`; `meta` and `tokenizer` are read at once, ids on demand."""
+
+    def __init__(self, path: Path, meta: Meta, tokenizer: Tokenizer) -> None:
+        self.path = path
+        self.meta = meta
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a prepared directory and check that it is whole (sizes and tokenizer; `verify` reads every byte).
+
+        Raises: UserError if it is no prepared directory, is of an unknown format, or a file of it was cut or changed.
+        """
+        path = Path(path)
+        meta = Meta.read(path)
+        tokenizer = Tokenizer.load(path)
+        if tokenizer.fingerprint != meta.tokenizer.fingerprint:
+            raise UserError(
+                f"{path}/tokenizer.json has fingerprint {tokenizer.fingerprint}, but the data were made with "
+                f"{meta.tokenizer.fingerprint}; put that tokenizer back or run hrmlm prepare again"
+            )
+        data = cls(path, meta, tokenizer)
+        for name in meta.splits:
+            data._check_size(name)
+        return data
+
+    def split(self, name: str) -> np.memmap:
+        """The ids of a split ("train", "valid", perhaps "test"): 1-D, read-only, mapped and not loaded.
+
+        Every document is followed by `tokenizer.end_of_text`.
+        """
+        if name not in self.meta.splits:
+            raise UserError(f"{self.path} has no split {name!r}; it has {', '.join(self.meta.splits)}")
+        self._check_size(name)
+        return np.memmap(self._file(name), dtype=self.meta.numpy_dtype, mode="r")
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError if a model of `vocab_size` ids cannot hold every id of these data."""
+        if self.meta.vocab_size > vocab_size:
+            raise UserError(
+                f"{self.path} has {self.meta.vocab_size} ids, but the model has only {vocab_size}; "
+                "use the tokenizer of the model, or a model of at least that vocabulary"
+            )
+
+    def verify(self) -> None:
+        """Read all ids and compare with the recorded SHA-256. Raises UserError naming the file that differs."""
+        for name, split in self.meta.splits.items():
+            with open(self._file(name), "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != split.sha256:
+                raise UserError(f"{self._file(name)} was changed: its SHA-256 is {found}, recorded is {split.sha256}")
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name}.bin"
+
+    def _check_size(self, name: str) -> None:
+        expected = self.meta.splits[name].tokens * self.meta.numpy_dtype.itemsize
+        file = self._file(name)
+        found = file.stat().st_size if file.is_file() else None
+        if found != expected:
+            state = "is missing" if found is None else f"has {found} bytes instead of {expected}"
+            raise UserError(f"{file} {state}; run hrmlm prepare again")
+
+
+class TokenWindows(Dataset[Batch]):
+    """Batches of consecutive ids, each a pure function of its index: nothing has to be saved to resume exactly.
+
+    Item i holds windows i * batch_size to (i + 1) * batch_size - 1 of an endless sequence of epochs. An epoch visits
+    each of its `windows_per_epoch` windows once, in an order drawn from (seed, epoch); a batch may lie across two
+    epochs, and every batch is full. A window covers `window` inputs and as many targets (the ids one further on). The
+    ids that do not fill a window are left out, and how many of them at the start or the end is drawn for every epoch.
+
+    ids: 1-D integers. Raises: UserError if there are fewer than window + 1.
+    """
+
+    def __init__(self, ids: np.ndarray, window: int, batch_size: int, seed: int = 0) -> None:
+        if window < 1 or batch_size < 1:
+            raise UserError(f"window {window} and batch size {batch_size} must be at least 1")
+        if len(ids) < window + 1:
+            largest = f"the largest window that fits is {len(ids) - 1}" if len(ids) > 1 else "no window fits"
+            raise UserError(f"{len(ids)} tokens are too few for a window of {window} (needs {window + 1}); {largest}")
+        self.ids = ids
+        self.window, self.batch_size, self.seed = window, batch_size, seed
+        self.windows_per_epoch = (len(ids) - 1) // window
+
+    def starts(self, index: int) -> np.ndarray:
+        """int64 (batch_size,): where in `ids` the windows of batch `index` begin."""
+        numbers = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
+        epochs, places = np.divmod(numbers, self.windows_per_epoch)
+        starts = np.empty_like(numbers)
+        left_over = len(self.ids) - 1 - self.windows_per_epoch * self.window
+        for epoch in np.unique(epochs):
+            offset = int(hash_words(self.seed, int(epoch), -1, count=1)[0]) % (left_over + 1)
+            rows = epochs == epoch
+            order = permute(places[rows], self.windows_per_epoch, self.seed, int(epoch))
+            starts[rows] = offset + order * self.window
+        return starts
+
+    def __getitem__(self, index: int) -> Batch:
+        """Batch `index` (any integer from 0 on): inputs and targets (batch_size, window)."""
+        rows = [self.ids[start : start + self.window + 1] for start in self.starts(index)]
+        ids_BL = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return Batch(ids_BL[:, :-1].contiguous(), ids_BL[:, 1:].contiguous())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loader workers that are started afresh map the file themselves instead of receiving a copy of it."""
+        ids = self.ids
+        if not (isinstance(ids, np.memmap) and ids.filename and ids.size * ids.itemsize == _file_size(ids.filename)):
+            return self.__dict__
+        return self.__dict__ | {"ids": None, "mapped": (ids.filename, ids.dtype.str)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mapped = state.pop("mapped", None)
+        if mapped:
+            state["ids"] = np.memmap(mapped[0], dtype=mapped[1], mode="r")
+        self.__dict__.update(state)
+
+
+def _file_size(path: Any) -> int:
+    return Path(path).stat().st_size
+
+
+def loader(
+    dataset: Dataset[Batch], start: int, stop: int, workers: int = 0, pin_memory: bool = False
+) -> Iterator[Batch]:
+    """Batches `start` to stop - 1 of `dataset`, in order, made ahead of time by `workers` processes.
+
+    Whatever was made ahead but not consumed is simply made again after a resume, since items depend on the index only.
+    """
+    sampler: Iterable[int] = range(start, stop)
+    # torch draws a seed for the workers; from a generator of its own, or resuming would shift the random numbers of
+    # the training itself.
+    generator = torch.Generator().manual_seed(0)
+    return iter(
+        DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            generator=generator,
+        )
+    )
