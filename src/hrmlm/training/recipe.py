@@ -20,8 +20,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 class DataConfig(StrictConfig):
     """path: directory written by `hrmlm prepare`; window: tokens the model reads at once in training (None: the
-    model's context); workers: processes that read batches ahead (0: none; reading is a memory map, rarely a bottleneck).
-    """
+    model's context); workers: processes that read batches ahead (0: none; reading is a memory map, seldom slow)."""
 
     path: str | None = None
     window: Positive | None = None
@@ -145,6 +144,22 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply(settings, override)
     return Recipe.parse(settings, "recipe")
+
+
+def scale_warning(base: Recipe, changed: Recipe) -> str | None:
+    """A warning where overrides change the tokens per step by more than 4 times and leave the learning rate alone."""
+
+    def tokens(recipe: Recipe) -> int:
+        return recipe.training.batch_size * recipe.training.accumulation * recipe.window
+
+    ratio = tokens(changed) / tokens(base)
+    if 0.25 <= ratio <= 4 or changed.optimizer.lr != base.optimizer.lr:
+        return None
+    return (
+        f"{tokens(changed):,} tokens per step where the recipe has {tokens(base):,} ({ratio:.2g} times): its learning "
+        f"rate (optimizer.lr={base.optimizer.lr:g}) and schedule ({base.schedule.kind}, {base.training.steps} steps) "
+        "were chosen for that; set optimizer.lr and training.steps too"
+    )
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:

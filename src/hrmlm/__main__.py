@@ -1,0 +1,5 @@
+"""`python -m hrmlm`."""
+
+from hrmlm.cli import main
+
+main()

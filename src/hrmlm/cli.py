@@ -1,0 +1,296 @@
+"""The command line: parses, calls, prints. It decides nothing."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hrmlm.errors import UserError
+
+app = typer.Typer(
+    help="Train, study, run and deploy hierarchical recurrent language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# Older releases of typer use click, newer ones a copy of their own: this finds the class in either.
+_UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs instead of a table.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Mistakes of the user end in one line on standard error and exit code 2."""
+    try:
+        sys.exit(app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0)
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.exit(2)  # the help has been printed
+        _fail(f"{error.format_message()} (see hrmlm --help and hrmlm COMMAND --help)", 2)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except UserError as error:
+        _fail(str(error), 2)
+    except BrokenPipeError:
+        sys.exit(0)  # the reader of our output, such as `head`, has seen enough
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 2)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Files (.txt, .jsonl, also .gz or .zst; .parquet), directories, globs, - for standard input, sotu, "
+            "python-stdlib, or hf:NAME[/CONFIG][:SPLIT].",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bpe (train a byte-level BPE here), bytes, or the path of a tokenizer.json.")
+    ] = "bpe",
+    vocab_size: Annotated[int, typer.Option(help="Entries of a trained tokenizer, end mark included.")] = 8192,
+    valid_fraction: Annotated[float, typer.Option(help="Share of the bytes that goes into the split `valid`.")] = 0.05,
+    valid: Annotated[list[str] | None, typer.Option(help="Sources of the split `valid`, instead of dividing.")] = None,
+    test: Annotated[list[str] | None, typer.Option(help="Sources of a split `test`.")] = None,
+    field: Annotated[str, typer.Option(help="Field of .jsonl, column of .parquet that holds the text.")] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help=r"Cut text files into documents at this string, such as '\n\n'.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides which documents go into `valid`.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token files to train on.
+
+    Example: hrmlm prepare book.txt --separator '\\n\\n' --out data/book
+    """
+    from hrmlm.data.prepare import prepare as run
+
+    for written, meant in ((r"\n", "\n"), (r"\t", "\t"), (r"\r", "\r")):
+        separator = separator and separator.replace(written, meant)
+    meta = run(
+        sources,
+        out,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        valid_fraction=valid_fraction,
+        valid=valid,
+        test=test,
+        field=field,
+        separator=separator,
+        seed=seed,
+        progress=sys.stderr.isatty(),
+    )
+    for warning in meta.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if as_json:
+        return _print_json(meta.model_dump(mode="json"))
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("split", "documents", "tokens", "bytes", "bytes/token", title=str(out), title_justify="left")
+    for name, split in meta.splits.items():
+        ratio = f"{split.bytes / max(1, split.tokens - split.documents):.2f}"
+        table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", ratio)
+    Console().print(table)
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|CHECKPOINT", help="What to count.")],
+    length: Annotated[int | None, typer.Option(help="Sequence length for FLOPs (default: the context).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Count parameters, weight bytes, applications, FLOPs per token and cache bytes, without allocating weights.
+
+    Example: hrmlm info hrm-lm-359m-nt36
+    """
+    from hrmlm.evaluation.cost import cost_of, show
+    from hrmlm.training.recipe import load_recipe
+    from hrmlm.training.run import resolve_checkpoint
+
+    settings = resolve_checkpoint(model).model if Path(model).is_dir() else load_recipe(model).model
+    report = cost_of(settings, length)
+    if as_json:
+        return _print_json(report.to_dict())
+    from rich.console import Console
+
+    show(report, Console(), model)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Path of a YAML recipe, or name of a shipped one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.steps=100.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/<name of the recipe>).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out and start again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model. Ctrl-C or SIGTERM saves and exits; --resume goes on exactly where it stopped.
+
+    Example: hrmlm train recipes/wikitext2-hrm-lm.yaml data.path=data/wikitext-2 training.steps=200
+    """
+    from hrmlm.console import ERRORS, TrainingBar
+    from hrmlm.training.recipe import load_recipe, scale_warning
+    from hrmlm.training.train import train as run
+    from hrmlm.training.trainer import TrainingDiverged
+
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other")
+    settings = load_recipe(recipe, overrides or ())
+    if warning := scale_warning(load_recipe(recipe), settings):
+        print(f"warning: {warning}", file=sys.stderr)
+    directory = out or Path("runs") / Path(recipe).stem
+    try:
+        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=TrainingBar(directory.name))
+    except TrainingDiverged as error:
+        return _fail(
+            f"{error}; training stopped, checkpoints before it are in {directory}/checkpoints; "
+            "try a lower optimizer.lr, a longer schedule.warmup or a larger model.gradient_window",
+            1,
+        )
+    if as_json:
+        return _print_json(vars(result))
+    if result.stopped_by:
+        ERRORS.print(
+            f"{result.stopped_by}: saved after step {result.step} of {result.steps}; go on with the same command and "
+            "--resume",
+            highlight=False,
+        )
+    else:
+        print(f"{directory}: {result.step} steps, {result.tokens:,} tokens, {result.seconds:.0f} s")
+        print(f"validation: {result.loss:.4f} nats per token (best {result.best_loss:.4f} at step {result.best_step})")
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
+    data: Annotated[Path, typer.Option(help="Prepared directory, or a UTF-8 text file.")],
+    split: Annotated[str, typer.Option(help="Split of prepared data.")] = "valid",
+    window: Annotated[int | None, typer.Option(help="Tokens the model sees at once (default: its context).")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens scored per window (default: the window).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows per forward pass; no influence on the result.")] = 8,
+    depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score text: nats per token, perplexity and bits per byte, all from one total.
+
+    Example: hrmlm evaluate runs/demo/hrm-lm --data data/book --stride 64
+    """
+    from hrmlm.checkpoint import load_model, load_tokenizer
+    from hrmlm.data.tokens import PreparedData
+    from hrmlm.evaluation.loss import evaluate_data, evaluate_file, show
+    from hrmlm.training.run import resolve_checkpoint
+
+    source = resolve_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(source)
+    settings: dict[str, Any] = {
+        "window": window,
+        "stride": stride,
+        "batch_size": batch_size,
+        "depth": depth,
+        "checkpoint": str(source.path),
+        "progress": sys.stderr.isatty(),
+    }
+    if data.is_dir():
+        prepared = PreparedData.open(data)
+        if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{source.path} was trained with tokenizer {tokenizer.fingerprint} and {data} was prepared with "
+                f"{prepared.tokenizer.fingerprint}; prepare the text with --tokenizer {source.path}/tokenizer.json"
+            )
+        report = evaluate_data(load_model(source), prepared, split, data_path=str(data), **settings)
+    else:
+        report = evaluate_file(load_model(source), data, tokenizer, **settings)
+    if as_json:
+        return _print_json(report.to_dict())
+    from rich.console import Console
+
+    show(report, Console())
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File with one prompt per line.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    cache: Annotated[bool, typer.Option(help="Keep keys and values: the same text, much faster.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Continue text with a trained model.
+
+    Example: hrmlm generate runs/demo/hrm-lm --prompt "The state of the Union" --temperature 0.8
+    """
+    from hrmlm.checkpoint import load_model, load_tokenizer
+    from hrmlm.inference.generation import generate as run
+    from hrmlm.inference.generation import stream
+    from hrmlm.inference.rows import GenerationOptions
+    from hrmlm.training.run import resolve_checkpoint
+
+    texts = list(prompt or [])
+    if prompts is not None:
+        texts += prompts.read_text(encoding="utf-8").splitlines()
+    if not texts:
+        raise UserError("no prompt; give --prompt TEXT (an empty text starts a new document) or --prompts FILE")
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "cache": cache,
+    }
+    options = GenerationOptions.parse(settings, "generate")
+    source = resolve_checkpoint(checkpoint)
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    if len(texts) == 1 and not as_json:
+        print(texts[0], end="", flush=True)
+        for event in stream(model, tokenizer, texts[0], options):
+            print(event.text, end="", flush=True)
+        return print()
+    completions = run(model, tokenizer, texts, options)
+    if as_json:
+        return _print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
+    for text, completion in zip(texts, completions, strict=True):
+        print(f"{text}{completion.text}\n")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for data, runs and picture.")] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(help="Training time to aim at, on this machine.")] = 4.0,
+) -> None:
+    """Train three small models on two centuries of presidential messages, compare them and generate text."""
+    from hrmlm.demo import run
+
+    run(out, minutes)
+
+
+if __name__ == "__main__":
+    main()

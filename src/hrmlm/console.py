@@ -1,0 +1,56 @@
+"""What the command line draws: the progress of a training run."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hrmlm.training.recipe import Recipe
+from hrmlm.training.train import Reporter
+from hrmlm.training.trainer import StepResult
+
+ERRORS = Console(stderr=True, soft_wrap=True)
+
+
+class TrainingBar(Reporter):
+    """A bar with loss, tokens per second and time left; plain lines where standard error is not a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  valid {task.fields[valid]}  {task.fields[rate]} tokens/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=ERRORS,
+            disable=not ERRORS.is_terminal,
+        )
+        self._mean: float | None = None
+
+    def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
+        """See Reporter."""
+        for note in notes:
+            ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False)
+        self._task = self._progress.add_task(
+            self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", rate="–"
+        )
+        self._progress.start()
+
+    def step(self, result: StepResult, tokens_per_second: float) -> None:
+        """See Reporter. The loss shown is an exponential mean, as single batches jump."""
+        if result.updated:
+            self._mean = result.loss if self._mean is None else 0.9 * self._mean + 0.1 * result.loss
+        shown = "–" if self._mean is None else f"{self._mean:.3f}"
+        self._progress.update(self._task, completed=result.step, loss=shown, rate=f"{tokens_per_second:,.0f}")
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, is_best: bool) -> None:
+        """See Reporter."""
+        self._progress.update(self._task, valid=f"{loss:.3f}")
+        if not ERRORS.is_terminal:
+            bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+            ERRORS.print(f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}", highlight=False)
+
+    def stop(self) -> None:
+        """See Reporter."""
+        self._progress.stop()
