@@ -1,0 +1,16 @@
+"""Text from models: sampling, stop strings, batched and streamed generation."""
+
+from hrmlm.inference.generation import Engine, generate, stream
+from hrmlm.inference.rows import Completion, GenerationOptions, TokenEvent
+from hrmlm.inference.sampling import Sampler, SamplingOptions
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerationOptions",
+    "Sampler",
+    "SamplingOptions",
+    "TokenEvent",
+    "generate",
+    "stream",
+]

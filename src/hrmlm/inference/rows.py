@@ -1,0 +1,117 @@
+"""One row of a generation: its options, what it has produced so far, and when it ends."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from hrmlm.data.tokenizer import TextStream, Tokenizer
+from hrmlm.inference.sampling import SamplingOptions
+from hrmlm.inference.stops import StopFilter
+
+FinishReason = Literal["stop", "end", "length"]
+
+
+class GenerationOptions(SamplingOptions):
+    """What one row is asked for. Read it from user input with `GenerationOptions.parse(settings, where)`."""
+
+    max_new_tokens: int = Field(default=128, ge=0)
+    """At most so many new tokens; 0 gives an empty completion."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the row when they appear in its new text; a single string may be given as such."""
+    cache: bool = True
+    """Keep keys and values (the same tokens, much faster); False recomputes the whole text for every token."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, stop: Any) -> Any:
+        return (stop,) if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("an empty stop string would stop everything; leave it out")
+        return stop
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of a row.
+
+    text: what can be shown now. Incomplete characters and what may become a stop string wait for later events; the last
+    event of a row, the one with a finish_reason, brings what is left. logprob: natural logarithm of the probability
+    that the model gave the token, before temperature, top-k and top-p.
+    """
+
+    row: int
+    id: int
+    logprob: float
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt.
+
+    ids, logprobs: the new tokens up to the last one drawn, which may be the end mark or the end of a stop string.
+    text: their text without either. logprobs as in `TokenEvent`. finish_reason: "stop" (a stop string), "end" (the end
+    mark) or "length" (max_new_tokens, or the context is full). seed: gives the same completion again.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: FinishReason
+    seed: int
+
+
+class Row:
+    """State of one row: ids and text so far, and whether it goes on."""
+
+    def __init__(
+        self, index: int, prompt_ids: list[int], options: GenerationOptions, tokenizer: Tokenizer, context: int
+    ) -> None:
+        self.index = index
+        self.prompt_ids = prompt_ids
+        # An empty prompt is the beginning of a new document, which is what follows an end mark in training.
+        self.fed_ids = self.prompt_ids or [tokenizer.end_of_text]
+        # The last token need not be fed, so one more fits than the context has room for.
+        self.limit = min(options.max_new_tokens, context - len(self.fed_ids) + 1)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None if self.limit else "length"
+        self._end_of_text = tokenizer.end_of_text
+        self._characters = TextStream(tokenizer)
+        self._stops = StopFilter(options.stop)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text that can be shown so far."""
+        return "".join(self._pieces)
+
+    def accept(self, token: int, logprob: float) -> TokenEvent:
+        """Take the next token and decide whether the row ends with it."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        piece = ""
+        if token == self._end_of_text:
+            self.finish_reason = "end"
+        else:
+            piece = self._stops.push(self._characters.push(token))
+            if self._stops.stopped:
+                self.finish_reason = "stop"
+            elif len(self.ids) == self.limit:
+                self.finish_reason = "length"
+        if self.finish_reason:
+            piece += self._stops.push(self._characters.finish()) + self._stops.finish()
+        self._pieces.append(piece)
+        return TokenEvent(self.index, token, logprob, piece, self.finish_reason)
+
+    def completion(self, seed: int) -> Completion:
+        """The result of a row that has ended."""
+        assert self.finish_reason is not None
+        return Completion(self.prompt_ids, self.ids, self.text, self.logprobs, self.finish_reason, seed)
