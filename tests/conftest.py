@@ -16,6 +16,10 @@ def shared() -> Path:
     return SHARED
 
 
+# Models in tests are tiny: a second thread only costs, and much where several processes share the cores.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
