@@ -1,9 +1,13 @@
 """Cached decoding equals the full forward, however the text is fed (R33)."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+import hrmlm
+from hrmlm.checkpoint import save_checkpoint
 from hrmlm.inference import generate
 from hrmlm.models import LanguageModel
 from hrmlm.models.cache import KVCache
@@ -45,9 +49,11 @@ def test_crop_and_continue_equals_a_fresh_run(family: str) -> None:
 
 
 @each_family
-def test_64_greedy_tokens_with_and_without_cache(family: str) -> None:
-    model = small_model(family)
-    cached, full = (generate(model, BYTES, "T", greedy(64, cache=cache))[0] for cache in (True, False))
+def test_64_greedy_tokens_with_and_without_cache(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    save_checkpoint(path, small_model(family), tokenizer=BYTES)
+    options = {"temperature": 0, "max_new_tokens": 64}
+    cached, full = (hrmlm.generate(path, "T", cache=cache, **options)[0] for cache in (True, False))
     assert len(cached.ids) == 64
     assert cached.ids == full.ids
     assert len(set(cached.ids)) > 3, "a model that repeats one token would prove little"
