@@ -124,8 +124,9 @@ def info(
     from hrmlm.evaluation.cost import cost_of, show
     from hrmlm.training.recipe import load_recipe
     from hrmlm.training.run import resolve_checkpoint
+    from hrmlm.training.train import recipe_model
 
-    settings = resolve_checkpoint(model).model if Path(model).is_dir() else load_recipe(model).model
+    settings = resolve_checkpoint(model).model if Path(model).is_dir() else recipe_model(load_recipe(model))
     report = cost_of(settings, length)
     if as_json:
         return _print_json(report.to_dict())
@@ -247,6 +248,7 @@ def generate(
     Example: hrmlm generate runs/demo/hrm-lm --prompt "The state of the Union" --temperature 0.8
     """
     from hrmlm.checkpoint import load_model, load_tokenizer
+    from hrmlm.files import read_text
     from hrmlm.inference.generation import generate as run
     from hrmlm.inference.generation import stream
     from hrmlm.inference.rows import GenerationOptions
@@ -254,7 +256,7 @@ def generate(
 
     texts = list(prompt or [])
     if prompts is not None:
-        texts += prompts.read_text(encoding="utf-8").splitlines()
+        texts += read_text(prompts).removesuffix("\n").split("\n")
     if not texts:
         raise UserError("no prompt; give --prompt TEXT (an empty text starts a new document) or --prompts FILE")
     settings = {
@@ -270,8 +272,9 @@ def generate(
     source = resolve_checkpoint(checkpoint)
     model, tokenizer = load_model(source), load_tokenizer(source)
     if len(texts) == 1 and not as_json:
+        events = stream(model, tokenizer, texts[0], options)  # refuses a bad prompt before anything is printed
         print(texts[0], end="", flush=True)
-        for event in stream(model, tokenizer, texts[0], options):
+        for event in events:
             print(event.text, end="", flush=True)
         return print()
     completions = run(model, tokenizer, texts, options)

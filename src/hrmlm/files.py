@@ -103,6 +103,16 @@ def refuse_existing(path: str | Path) -> None:
         raise UserError(f"{path} exists already; choose another --out or remove it first")
 
 
+def read_text(path: str | Path) -> str:
+    """The content of a UTF-8 text file, line ends untouched. Raises: UserError naming the file (and byte offset)."""
+    try:
+        return Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: invalid UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Raises UserError if it is missing, unreadable or not JSON."""
     path = Path(path)

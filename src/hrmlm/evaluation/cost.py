@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hrmlm.errors import UserError
-from hrmlm.models import build_model
+from hrmlm.models import ModelConfig, build_model
 from hrmlm.models.base import LanguageModel
 from hrmlm.models.blocks import Application, Attention
 
@@ -73,7 +73,9 @@ class _Flops:
         return self.matmul + self.attention
 
 
-def cost_of(settings: Mapping[str, Any], length: int | None = None, depth: int | None = None) -> CostReport:
+def cost_of(
+    settings: Mapping[str, Any] | ModelConfig, length: int | None = None, depth: int | None = None
+) -> CostReport:
     """Costs of the model with these settings, built without memory for its weights. See `cost`."""
     with torch.device("meta"):
         model = build_model(settings)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hrmlm.errors import UserError
 from hrmlm.evaluation.windows import Window, check_window, plan_windows
-from hrmlm.models.base import LanguageModel
+from hrmlm.models.base import LanguageModel, evaluating
 
 Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
 
@@ -57,7 +57,7 @@ def score_tokens(
     _check_ids(model, ids)
     nats = np.empty(max(len(ids) - 1, 0), dtype=np.float64)
     windows = plan_windows(len(ids), window, stride)
-    with _evaluating(model), _bar(len(nats), progress) as advance:
+    with evaluating(model), _bar(len(nats), progress) as advance:
         while batch := list(islice(windows, _positive(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
             scores = _score_rows(model, rows, [item.end + 1 - item.first for item in batch], pad_id, depth)
@@ -94,7 +94,7 @@ def score_documents(
     work = [(index, item) for index, array in enumerate(arrays) for item in plan_windows(len(array), window, stride)]
     work.sort(key=lambda pair: pair[1].start - pair[1].end)  # windows of like length together: less padding
     nats, counts = [0.0] * len(arrays), [0] * len(arrays)
-    with _evaluating(model), _bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
+    with evaluating(model), _bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
         for batch in _batches(work, _positive(batch_size)):
             rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
             scores = _score_rows(model, rows, [item.end + 1 - item.first for _, item in batch], pad_id, depth)
@@ -157,21 +157,6 @@ def _positive(batch_size: int) -> int:
 
 def _batches(work: list[tuple[int, Window]], size: int) -> Iterator[list[tuple[int, Window]]]:
     return (work[start : start + size] for start in range(0, len(work), size))
-
-
-@contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode before is restored.
-
-    `no_grad`, not `inference_mode`: a table that a model computes on first use must stay usable in training.
-    """
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

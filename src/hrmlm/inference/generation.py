@@ -5,7 +5,6 @@ B rows, L positions fed in one step, V ids that can be predicted.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
-from hrmlm.models.base import LanguageModel
+from hrmlm.models.base import LanguageModel, evaluating
 
 Prompt = str | bytes | Sequence[int]
 Options = GenerationOptions | Sequence[GenerationOptions] | None
@@ -108,7 +107,7 @@ class Engine:
     def _forward(self) -> Tensor:
         """Logits (B, V) that follow each row's last real token."""
         self.forwards += 1
-        with _evaluating(self._model):
+        with evaluating(self._model):
             output = self._model(
                 self._tokens_BL, cache=self._cache, lengths_B=self._lengths_B, read_B=self._lengths_B - 1
             )
@@ -174,16 +173,3 @@ def _finite(logprob: float) -> float:
     if not math.isfinite(logprob):
         raise UserError("the model's predictions are not finite numbers: its weights are damaged or training diverged")
     return logprob
-
-
-@contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Evaluation mode (no dropout); afterwards the mode before."""
-    was_training = model.training
-    if was_training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()

@@ -6,6 +6,7 @@ Shapes: B rows, L positions, D width, V vocabulary.
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -29,9 +30,9 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 class ModelConfig(StrictConfig):
     """Settings of every family. Defaults are those of the house block: 16·D² weights, one head per 64 channels.
 
-    vocab_size: rows of the embedding (None: taken from the data); used_vocab: ids from here on stand for no text and
-    are never predicted (None: all are used); context: the most positions the model sees at once; hidden: width inside the
-    feed-forward layer (None: 4·d_model); n_heads (None: one per 64 channels); n_kv_heads (None: n_heads).
+    vocab_size: rows of the embedding (None: taken from the data); used_vocab: ids from here on stand for no text
+    and are never predicted (None: all are used); context: the most positions the model sees at once; hidden: width
+    inside the feed-forward layer (None: 4·d_model); n_heads (None: one per 64 channels); n_kv_heads (None: n_heads).
     """
 
     family: str
@@ -133,6 +134,21 @@ class PartialLoss:
     counted: bool = True
     depth: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout) without gradients; afterwards the mode before.
+
+    `no_grad`, not `inference_mode`: what a model computes on first use must stay usable in training.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class LanguageModel(nn.Module, ABC):

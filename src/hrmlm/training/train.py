@@ -102,6 +102,14 @@ def model_config_for(recipe: Recipe, vocab_size: int) -> ModelConfig:
     return config.replace(used_vocab=vocab_size if vocab_size < config.vocab_size else None)
 
 
+def recipe_model(recipe: Recipe) -> ModelConfig:
+    """The model a recipe describes, its vocabulary from the recipe, else from the data it names. Raises: UserError."""
+    config = recipe.model_config_of()
+    if config.vocab_size is None and recipe.data.path is not None:
+        return model_config_for(recipe, PreparedData.open(recipe.data.path).meta.vocab_size)
+    return config
+
+
 class _Session:
     """One process's work on a run."""
 
@@ -263,7 +271,6 @@ class _Session:
 
     def _evaluate(self) -> None:
         progress, model = self.trainer.progress, self.trainer.model
-        model.eval()
         report = evaluate_ids(
             model,
             self.valid_ids,
@@ -271,7 +278,6 @@ class _Session:
             window=min(self.recipe.window, len(self.valid_ids)),
             batch_size=self.recipe.training.batch_size,
         )
-        model.train()
         loss, bits = report.nats_per_token, report.bits_per_byte
         if loss is None or not math.isfinite(loss):
             self._log("stop", reason=f"step {progress.step}: the validation loss is not finite")
