@@ -41,3 +41,9 @@ def write_tokenizer(directory: Path, content: dict[str, Any]) -> Path:
     file = directory / "tokenizer.json"
     file.write_text(json.dumps(content), encoding="utf-8")
     return file
+
+
+def corpus(path: Path, texts: list[str]) -> str:
+    """A .jsonl file of these texts."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)

@@ -160,6 +160,15 @@ def test_tokenizers_that_lose_text_are_refused_with_the_reason(reason, tmp_path)
         Tokenizer.load(file)
 
 
+def test_tokenizer_whose_words_are_special_tokens_is_refused(tmp_path):
+    """With whole words looked up first, a document could write the end mark itself."""
+    content = tokenizer_json(pre_tokenizer=_BYTE_LEVEL | {"use_regex": False})
+    content["model"] |= {"ignore_merges": True}
+    content["model"]["vocab"][END_OF_TEXT] = content["added_tokens"][0]["id"]
+    with pytest.raises(UserError, match="turns ordinary text into special tokens"):
+        Tokenizer.load(write_tokenizer(tmp_path, content))
+
+
 def test_files_that_are_no_tokenizer(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Tokenizer.load(tmp_path)
