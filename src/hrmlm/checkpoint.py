@@ -32,6 +32,14 @@ OPTIMIZER = "optimizer.safetensors"
 class NotFiniteError(RuntimeError):
     """Weights or optimizer state hold NaN or infinity: such a state is never written as a checkpoint."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is not finite; no checkpoint is written")
+        self.name = name
+
+
+class NewerFormatError(UserError):
+    """A checkpoint of a format that this version does not read: nothing is wrong with it."""
+
 
 @dataclass
 class Checkpoint:
@@ -76,11 +84,11 @@ def save_checkpoint(
     states = {name: tensor.detach().cpu().contiguous() for name, tensor in (optimizer_state or {}).items()}
     for name, tensor in [*weights.items(), *states.items()]:
         if not torch.isfinite(tensor).all():
-            raise NotFiniteError(f"{name} is not finite; no checkpoint is written")
+            raise NotFiniteError(name)
     with atomic_directory(path) as directory:
-        save_file(weights, directory / WEIGHTS)
+        _write_tensors(weights, directory / WEIGHTS)
         if optimizer_state is not None:
-            save_file(states, directory / OPTIMIZER)
+            _write_tensors(states, directory / OPTIMIZER)
         if tokenizer is not None:
             tokenizer.save(directory)
         manifest = {
@@ -96,6 +104,13 @@ def save_checkpoint(
         write_json(directory / MANIFEST, manifest)
         with safe_open(directory / WEIGHTS, framework="pt") as stored:  # a file that cannot be read back is no save
             assert set(stored.keys()) == set(weights)
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(f"{file} cannot be written: {error}") from None
 
 
 def _describe(file: Path) -> dict[str, Any]:
@@ -117,13 +132,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
         raise UserError(f"{path} {what}: not a checkpoint of hrmlm (a directory written by `hrmlm train`)")
     manifest = read_json(manifest_path)
-    if not isinstance(manifest, dict) or not {"format", "model", "files"} <= manifest.keys():
+    if not isinstance(manifest, dict) or "format" not in manifest:
         raise UserError(f"{manifest_path} does not describe a checkpoint of hrmlm")
     if manifest["format"] != FORMAT:
-        raise UserError(
+        raise NewerFormatError(
             f"{path} has checkpoint format {manifest['format']} and this version reads {FORMAT}; "
             f"it was written by hrmlm {manifest.get('version')}"
         )
+    if not _is_complete(manifest):
+        raise UserError(f"{manifest_path} does not describe a checkpoint of hrmlm")
     for name, expected in manifest["files"].items():
         file = path / Path(name).name
         if not file.is_file():
@@ -143,6 +160,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         manifest.get("tokenizer_fingerprint"),
         manifest.get("version", ""),
         manifest["files"],
+    )
+
+
+def _is_complete(manifest: dict[str, Any]) -> bool:
+    """Whether the parts of a manifest that are used without a further check are there and of the right kind."""
+    files, training = manifest.get("files"), manifest.get("training")
+    return (
+        isinstance(manifest.get("model"), dict)
+        and isinstance(training, dict | None)
+        and (training is None or {"step", "recipe"} <= training.keys())
+        and isinstance(files, dict)
+        and WEIGHTS in files
+        and all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
     )
 
 

@@ -61,6 +61,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partials(path.parent)
     partial = path.parent / f"{_PARTIAL}{os.getpid()}-{path.name}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our number, as in a restarted container
     partial.mkdir()
     try:
         yield partial
@@ -75,11 +76,14 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_partials(directory: Path) -> None:
-    """Remove temporary files and directories in `directory` whose writing process is no longer alive."""
+def remove_partials(directory: Path, exclusive: bool = False) -> None:
+    """Remove temporary files and directories in `directory` whose writing process is no longer alive.
+
+    exclusive: nobody else may be writing there, so all of them are left over (process numbers are used again).
+    """
     for partial in directory.glob(f"{_PARTIAL}*"):
         owner = partial.name.removeprefix(_PARTIAL).split("-")[0]
-        if owner.isdigit() and int(owner) != os.getpid() and not _alive(int(owner)):
+        if exclusive or (owner.isdigit() and int(owner) != os.getpid() and not _alive(int(owner))):
             if partial.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)
             else:

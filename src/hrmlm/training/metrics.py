@@ -4,6 +4,7 @@ Each line is one JSON object with "event": step, eval, start, resume or stop. Li
 repeat stay, marked "superseded": true, so each step stands exactly once among the others.
 """
 
+import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -29,10 +30,8 @@ class TensorBoard:
     """Event files for TensorBoard in `directory` (extra: tensorboard)."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("the tracker tensorboard needs: pip install 'hrmlm[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(directory)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -43,6 +42,24 @@ class TensorBoard:
     def close(self) -> None:
         """See Tracker."""
         self._writer.close()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises: UserError for a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"the tracker {name} needs: pip install 'hrmlm[{name}]'")
+
+
+def open_trackers(names: Sequence[str], directory: Path) -> list[Tracker]:
+    """The trackers of a run; one that cannot start is left out with a warning."""
+    trackers: list[Tracker] = []
+    for name in names:
+        try:
+            trackers.append({"tensorboard": TensorBoard}[name](directory / name))
+        except Exception as error:  # whatever a tracker does, training goes on
+            warn(f"tracker {name} cannot start and is left out: {error}")
+    return trackers
 
 
 class Metrics:
@@ -81,7 +98,7 @@ class Metrics:
 def read_metrics(path: Path, superseded: bool = False) -> list[dict[str, Any]]:
     """The lines of a record, without one that a kill cut short, and without superseded ones unless asked for."""
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
@@ -91,12 +108,16 @@ def read_metrics(path: Path, superseded: bool = False) -> list[dict[str, Any]]:
     return lines
 
 
-def supersede(path: Path, step: int) -> None:
-    """Mark the lines of steps after `step` as superseded: the run is about to repeat them."""
+def supersede(path: Path, step: int, evaluated: int | None = None) -> None:
+    """Mark the lines of steps after `step` as superseded: the run is about to repeat them.
+
+    evaluated: step of the last evaluation that is not repeated (None: `step`).
+    """
     if not path.is_file():
         return
     lines = read_metrics(path, superseded=True)
     for line in lines:
-        if line.get("step", 0) > step:
+        last_kept = evaluated if line.get("event") == "eval" and evaluated is not None else step
+        if line.get("step", 0) > last_kept:
             line["superseded"] = True
     write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

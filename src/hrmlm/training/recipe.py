@@ -1,5 +1,6 @@
 """What a training run is: one validated recipe, read from YAML, changed by dotted overrides."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,8 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DataConfig(StrictConfig):
@@ -31,11 +34,11 @@ class OptimizerConfig(StrictConfig):
     """AdamW (Loshchilov & Hutter 2019). lr: peak learning rate; clip: base of the largest gradient norm let through,
     which the trainer multiplies by the model's K/M; weight_decay: on matrices, not on gains, biases and vectors."""
 
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    lr: PositiveFloat = 3e-4
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    clip: PositiveFloat = 1.0
 
 
 class ScheduleConfig(StrictConfig):
@@ -60,7 +63,7 @@ class TrainingConfig(StrictConfig):
     steps: Positive = 1000
     batch_size: Positive = 16
     accumulation: Positive = 1
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     device: str = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
@@ -169,7 +172,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not separator or not all(parts):
         raise UserError(f"override {override!r} is not of the form section.key=value, such as training.steps=100")
     if len(parts) == 1 and parts[0] not in Recipe.model_fields:
-        raise UserError(f"override {override!r}: unknown key, {_where(parts[0])}")
+        raise UserError(f"override {override!r}: unknown key, {_where(parts[0], settings.get('model'))}")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -191,13 +194,15 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _where(key: str) -> str:
-    """Hint for a key without its section."""
+def _where(key: str, model: Any) -> str:
+    """Hint for a key without its section. model: the section of the recipe, whose family decides its keys."""
     sections: Mapping[str, type[StrictConfig]] = {
         "data": DataConfig,
         "training": TrainingConfig,
         "optimizer": OptimizerConfig,
         "schedule": ScheduleConfig,
+        "model": type(model_config(model)),
     }
-    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
-    return f"did you mean {homes[0]!r}?" if homes else nearest(key, Recipe.model_fields)
+    homes = {field: f"{name}.{field}" for name, section in sections.items() for field in section.model_fields}
+    close = difflib.get_close_matches(key, homes, n=1, cutoff=0.6)
+    return f"did you mean {homes[close[0]]!r}?" if close else nearest(key, Recipe.model_fields)

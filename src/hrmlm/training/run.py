@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hrmlm.checkpoint import MANIFEST, Checkpoint, open_checkpoint
+from hrmlm.checkpoint import MANIFEST, Checkpoint, NewerFormatError, open_checkpoint
 from hrmlm.errors import UserError
 from hrmlm.files import read_json, refuse_existing, remove_partials, write_atomic, write_json
 from hrmlm.training.recipe import Recipe
@@ -39,7 +39,8 @@ class RunDirectory:
             self.lock()
             for name in ("recipe.yaml", "metrics.jsonl", "best.json", "result.json"):
                 (self.path / name).unlink(missing_ok=True)
-            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+            for path in [*self.checkpoints(), self.path / "tensorboard"]:
+                _remove(path)
         else:
             try:
                 refuse_existing(self.path)
@@ -53,7 +54,13 @@ class RunDirectory:
 
     def _looks_like_run(self) -> bool:
         known = {"recipe.yaml", "metrics.jsonl", "best.json", "result.json", "checkpoints", ".lock", "tensorboard"}
-        return all(entry.name in known or entry.name.startswith(".partial-") for entry in self.path.iterdir())
+        entries = (entry.name for entry in self.path.iterdir())
+        return self.is_run() and all(name in known or name.startswith(".partial-") for name in entries)
+
+    def is_run(self) -> bool:
+        """Whether a run was started here, or nothing at all (it was killed before its first file)."""
+        signs = (self.metrics, self.path / ".lock")
+        return self.path.is_dir() and (any(s.is_file() for s in signs) or not any(self.path.iterdir()))
 
     def lock(self) -> None:
         """Hold the directory for this process. Raises: UserError if another process trains in it."""
@@ -61,11 +68,12 @@ class RunDirectory:
             return
         self._lock = open(self.path / ".lock", "w")  # noqa: SIM115  held until the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: loader workers would inherit it, and hold it for seconds after this process was killed.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{self.path} is in use by another process that trains in it") from None
-        remove_partials(self.path)
-        remove_partials(self.path / "checkpoints")
+        remove_partials(self.path, exclusive=True)
+        remove_partials(self.path / "checkpoints", exclusive=True)
 
     def close(self) -> None:
         """Let other processes use the directory."""
@@ -88,14 +96,22 @@ class RunDirectory:
     def newest(self) -> Checkpoint:
         """The newest checkpoint that is whole; damaged ones are named in a warning.
 
-        Raises: UserError if there is none.
+        Raises: UserError if there is none, or the newest is of a later format.
         """
         for path in self.checkpoints():
             try:
                 return open_checkpoint(path)
+            except NewerFormatError:
+                raise
             except UserError as error:
                 warn(f"{error}; looking for an older checkpoint")
         raise UserError(f"{self.path} has no usable checkpoint; start again with --overwrite")
+
+    def remove_after(self, step: int) -> None:
+        """Remove the (damaged) checkpoints of later steps: the run is about to write these steps again."""
+        for path in self.checkpoints():
+            if path > self.checkpoint_path(step):
+                _remove(path)
 
     def best_step(self) -> int | None:
         """Step of the best checkpoint, if one was recorded and is there."""
@@ -114,8 +130,12 @@ class RunDirectory:
         best = self.best_step()
         for path in self.checkpoints()[keep:]:
             if best is None or path != self.checkpoint_path(best):
-                (path / MANIFEST).unlink(missing_ok=True)  # first: a half-removed directory is not a checkpoint
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (path / MANIFEST).unlink(missing_ok=True)  # first: a half-removed directory is not a checkpoint
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def resolve_checkpoint(path: str | Path) -> Checkpoint:

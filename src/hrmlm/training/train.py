@@ -12,13 +12,21 @@ from typing import Any
 import torch
 
 import hrmlm
-from hrmlm.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_weights, read_tensors, save_checkpoint
+from hrmlm.checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    Checkpoint,
+    NotFiniteError,
+    load_weights,
+    read_tensors,
+    save_checkpoint,
+)
 from hrmlm.data.tokens import PreparedData, TokenWindows, loader
 from hrmlm.errors import UserError
 from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.files import write_json
 from hrmlm.models import LanguageModel, ModelConfig, build_model
-from hrmlm.training.metrics import Metrics, TensorBoard, Tracker, supersede
+from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, supersede
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint
 from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
@@ -76,12 +84,12 @@ def train(
     """
     run = RunDirectory(out)
     session = _Session(recipe, run, reporter or Reporter())
-    session.open_data()
-    if resume:
-        session.resume()
-    else:
-        session.start(overwrite)
     try:
+        session.open_data()
+        if resume:
+            session.resume()
+        else:
+            session.start(overwrite)
         return session.loop()
     finally:
         session.close()
@@ -118,12 +126,12 @@ class _Session:
         self.metrics: Metrics | None = None
         self.notes: list[str] = []
         self.signal: str | None = None
-        self.last_evaluation: tuple[int, float, float | None] | None = None
 
     def open_data(self) -> None:
         """Open and check the data; nothing is written before this has worked."""
         if self.recipe.data.path is None:
             raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
+        check_trackers(self.recipe.training.trackers)
         try:
             torch.empty(0, device=self.recipe.training.device)
         except (RuntimeError, AssertionError) as error:
@@ -145,28 +153,40 @@ class _Session:
         return Trainer(self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers))
 
     def _open_metrics(self) -> None:
-        trackers: list[Tracker] = [TensorBoard(self.run.path / "tensorboard") for _ in self.recipe.training.trackers]
-        self.metrics = Metrics(self.run.metrics, trackers)
+        self.metrics = Metrics(self.run.metrics, open_trackers(self.recipe.training.trackers, self.run.path))
 
     def start(self, overwrite: bool) -> None:
         """Begin a new run."""
         self.trainer = self._new_trainer()
+        self._take_weights()
+        self.run.create(overwrite)
+        self._begin()
+
+    def _take_weights(self) -> None:
         if self.recipe.training.init_from:
             source = resolve_checkpoint(self.recipe.training.init_from)
             self._check_tokenizer(source)
             load_weights(self.trainer.model, source.path / WEIGHTS)
             self.notes.append(f"weights from {source.path}")
-        self.run.create(overwrite)
+
+    def _begin(self) -> None:
         self.run.write_recipe(self.recipe)
         self._open_metrics()
         self._log("start", recipe=self.recipe.to_dict(), parameters=self._parameters(), version=hrmlm.__version__)
         self.notes.append(self.trainer.rates.note)
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint of the run."""
-        if not self.run.path.is_dir():
-            raise UserError(f"{self.run.path} does not exist; start the run without --resume")
+        """Go on from the newest whole checkpoint of the run; one that was killed before its first starts again."""
+        if not self.run.is_run():
+            what = "is not a run directory" if self.run.path.exists() else "does not exist"
+            raise UserError(f"{self.run.path} {what}; start the run without --resume")
         self.run.lock()
+        if not self.run.checkpoints():
+            self.notes.append("there is no checkpoint yet: starting from the first step")
+            self.trainer = self._new_trainer()
+            self._take_weights()
+            supersede(self.run.metrics, -1)
+            return self._begin()
         checkpoint = self.run.newest()
         if checkpoint.training is None or OPTIMIZER not in checkpoint.files:
             raise UserError(
@@ -179,10 +199,19 @@ class _Session:
         self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER))
         position = {k: v for k, v in checkpoint.training.items() if k in Progress.__dataclass_fields__}
         self.trainer.progress = Progress(**position)
-        supersede(self.run.metrics, checkpoint.step)
+        self._restore_record(checkpoint.step, self.trainer.progress)
         self.run.write_recipe(self.recipe)
         self._open_metrics()
         self._log("resume", changes={key: list(values) for key, values in changes.items()})
+
+    def _restore_record(self, step: int, progress: Progress) -> None:
+        """Make everything in the run directory agree with the checkpoint of `step`."""
+        self.run.remove_after(step)
+        supersede(self.run.metrics, step, progress.last_evaluation[0] if progress.last_evaluation else 0)
+        (self.run.path / "result.json").unlink(missing_ok=True)
+        best = progress.best_step
+        if best is not None and progress.best_loss is not None and self.run.checkpoint_path(best).is_dir():
+            self.run.mark_best(best, progress.best_loss)
 
     def _check_changes(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
         """Differences to the recipe the run was started with; what is given now wins, and is announced."""
@@ -230,28 +259,35 @@ class _Session:
         self.reporter.start(self.recipe, progress.step, self.notes)
         with self._signals():
             try:
+                if self._evaluation_is_due():  # a signal came between this step and its evaluation
+                    self._evaluate()
                 for result in self.trainer.steps():
                     rates.append(result.tokens / result.seconds)
                     self._record(result, rates[-1])
                     if self.signal:
                         break
-                    if _due(result.step, training.eval_every) and result.step < training.steps:
+                    if self._evaluation_is_due():
                         self._evaluate()
                     if _due(result.step, training.save_every):
                         self._save()
+                if self.signal is None and self._evaluation_is_old():
+                    self._evaluate()
+                self._save()
             except TrainingDiverged as error:
                 self._log("stop", reason=str(error))
                 raise
             finally:
                 self.reporter.stop()
-            if self.signal is None and self._evaluation_is_old():
-                self._evaluate()
-            self._save()
         self._log("stop", reason=self.signal or "complete")
         return self._result(rates, time.perf_counter() - started)
 
+    def _evaluation_is_due(self) -> bool:
+        training, step = self.recipe.training, self.trainer.progress.step
+        return 0 < step < training.steps and _due(step, training.eval_every) and self._evaluation_is_old()
+
     def _evaluation_is_old(self) -> bool:
-        return self.last_evaluation is None or self.last_evaluation[0] < self.trainer.progress.step
+        last = self.trainer.progress.last_evaluation
+        return last is None or last[0] < self.trainer.progress.step
 
     def _record(self, result: StepResult, tokens_per_second: float) -> None:
         extra = {name: value / max(1, result.targets) for name, value in result.extra.items()}
@@ -280,14 +316,13 @@ class _Session:
         )
         loss, bits = report.nats_per_token, report.bits_per_byte
         if loss is None or not math.isfinite(loss):
-            self._log("stop", reason=f"step {progress.step}: the validation loss is not finite")
             raise TrainingDiverged(progress.step, "the validation loss")
         is_best = progress.best_loss is None or loss < progress.best_loss
         self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best)
         self.reporter.evaluation(progress.step, loss, bits, is_best)
-        self.last_evaluation = (progress.step, loss, bits)
+        progress.last_evaluation = (progress.step, loss, bits)
         if is_best:
-            progress.best_loss = loss
+            progress.best_loss, progress.best_step = loss, progress.step
             self._save()
             self.run.mark_best(progress.step, loss)
 
@@ -295,19 +330,22 @@ class _Session:
         path = self.run.checkpoint_path(self.trainer.progress.step)
         if path.exists():
             return
-        save_checkpoint(
-            path,
-            self.trainer.model,
-            tokenizer=self.data.tokenizer,
-            optimizer_state=self.trainer.optimizer_state(),
-            training=self.trainer.position(),
-            data_fingerprint=self.data.meta.fingerprint,
-        )
+        try:
+            save_checkpoint(
+                path,
+                self.trainer.model,
+                tokenizer=self.data.tokenizer,
+                optimizer_state=self.trainer.optimizer_state(),
+                training=self.trainer.position(),
+                data_fingerprint=self.data.meta.fingerprint,
+            )
+        except NotFiniteError as error:
+            raise TrainingDiverged(self.trainer.progress.step, error.name) from None
         self.run.prune(self.recipe.training.keep)
 
     def _result(self, rates: list[float], seconds: float) -> RunResult:
         progress = self.trainer.progress
-        _, loss, bits = self.last_evaluation or (0, None, None)
+        _, loss, bits = progress.last_evaluation or (0, None, None)
         result = RunResult(
             out=str(self.run.path),
             step=progress.step,

@@ -57,12 +57,18 @@ class StepResult:
 
 @dataclass
 class Progress:
-    """Where a run stands; all of it is saved. batches_without_targets: micro-batches that had nothing to learn from."""
+    """Where a run stands; all of it is saved.
+
+    batches_without_targets: micro-batches that had nothing to learn from; best_loss, best_step: of the lowest
+    validation loss; last_evaluation: step, nats per token, bits per byte.
+    """
 
     step: int = 0
     tokens: int = 0
     batches_without_targets: int = 0
     best_loss: float | None = None
+    best_step: int | None = None
+    last_evaluation: tuple[int, float, float | None] | None = None
 
 
 def derived_seed(*parts: int) -> int:
@@ -101,11 +107,13 @@ class Trainer:
     def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `optimizer_state` returned."""
         by_name = dict(self.model.named_parameters())
+        fused = self.optimizer.defaults["fused"]
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("::")
             parameter = by_name[name]
-            # The step counter of AdamW lives on the CPU unless the optimizer is fused on a GPU.
-            self.optimizer.state[parameter][key] = tensor.to(parameter.device) if tensor.ndim else tensor.clone()
+            # The step counter (no dimensions) lives beside the parameter if the optimizer is fused, else on the CPU.
+            on_device = fused or tensor.ndim > 0
+            self.optimizer.state[parameter][key] = tensor.to(parameter.device) if on_device else tensor.clone()
 
     def steps(self) -> Iterator[StepResult]:
         """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
