@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.config import StrictConfig
@@ -23,7 +23,7 @@ from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block,
 from hrmlm.models.cache import KVCache
 
 INIT_STD = 0.02
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, strict=True)]  # strict: neither true nor "3" is a number of steps
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -34,6 +34,8 @@ class ModelConfig(StrictConfig):
     and are never predicted (None: all are used); context: the most positions the model sees at once; hidden: width
     inside the feed-forward layer (None: 4·d_model); n_heads (None: one per 64 channels); n_kv_heads (None: n_heads).
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     family: str
     vocab_size: Positive | None = None
@@ -269,6 +271,11 @@ class LanguageModel(nn.Module, ABC):
         B, L = tokens_BL.shape
         if B == 0 or L == 0:
             raise UserError(f"tokens of shape {tuple(tokens_BL.shape)}: at least one token is needed")
+        if tokens_BL.device.type == "cpu":  # elsewhere the look would stall the queue of kernels
+            lowest, highest = (int(bound) for bound in tokens_BL.aminmax())
+            if lowest < 0 or highest >= self.config.vocab_size:
+                bad = lowest if lowest < 0 else highest
+                raise UserError(f"token id {bad} is outside the model's vocabulary of {self.config.vocab_size}")
         new_B = L if lengths_B is None else lengths_B.cpu()
         longest = L if cache is None else int((cache.lengths_B + new_B).max())
         if longest > self.config.context:

@@ -39,7 +39,7 @@ def model_config(settings: Mapping[str, Any] | ModelConfig, where: str = "model"
     if not isinstance(settings, Mapping):
         raise UserError(f"{where}: expected a mapping of keys to values, got {settings!r}")
     name = settings.get("family")
-    if name not in families():
+    if not isinstance(name, str) or name not in families():
         raise UserError(f"{where}.family: unknown family {name!r}, {nearest(str(name), families())}")
     return families()[name][0].parse(settings, where)
 

@@ -6,6 +6,7 @@ Shapes: B rows, L positions, D width.
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
@@ -27,6 +28,12 @@ class UniversalConfig(RecurrentConfig):
     def total_steps(self) -> int:
         """M."""
         return self.n_steps
+
+    @model_validator(mode="after")
+    def _check_exits(self) -> "UniversalConfig":
+        if self.exit_probability and self.n_steps == 1:
+            raise ValueError("exit_probability needs at least 2 steps")
+        return self
 
 
 @register(UniversalConfig)

@@ -1,0 +1,179 @@
+"""Configurations: strict, complete, unchanged by a round trip; every documented value runs."""
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hrmlm.errors import UserError
+from hrmlm.models import build_model, families, model_config
+from tests.families import FAMILIES
+from tests.models.helpers import random_batch, random_tokens, step
+
+SMALL = {"vocab_size": 64, "context": 16, "d_model": 32, "n_heads": 2}
+EVERYWHERE: list[dict[str, Any]] = [
+    {},
+    {"dropout": 0.1},
+    {"n_heads": 4, "n_kv_heads": 1},
+    {"n_heads": 4, "n_kv_heads": 2},
+    {"n_heads": None, "d_model": 128},
+    {"hidden": 48},
+    {"used_vocab": 60},
+    {"norm_eps": 1e-6, "rope_theta": 500_000.0},
+]
+RECURRENT: list[dict[str, Any]] = [
+    {"gradient_window": 1},
+    {"gradient_window": 4},
+    {"scaled_init": False},
+    {"exit_probability": 0.5},
+    {"exit_probability": 1.0},
+]
+OWN: dict[str, list[dict[str, Any]]] = {
+    "hrm_lm": [
+        *[{"gate": gate} for gate in ("gru", "update_only", "none")],
+        *[{"readout": readout} for readout in ("sum", "slow", "fast")],
+        {"n_cycles": 3, "fast_steps": 1},
+        {"n_cycles": 1, "fast_steps": 4},
+        {"n_passes": 2, "exit_probability": 0.5, "gradient_window": 1},
+        {"prototype_std": 1.0},
+    ],
+    "universal": [
+        {"n_steps": 1},
+        {"input_injection": True},
+        {"step_embedding": "learned"},
+        {"step_embedding": "none"},
+        {"step_embedding": "learned", "input_injection": True, "exit_probability": 0.5},
+    ],
+    "transformer": [{"n_layers": 1}, {"n_layers": 3}],
+}
+
+
+def _options() -> list[tuple[str, dict[str, Any]]]:
+    rows = []
+    for family, (config_class, _) in families().items():
+        recurrent = RECURRENT if "exit_probability" in config_class.model_fields else []
+        steps = {"n_steps": 4} if family == "universal" else {}
+        rows += [(family, {**steps, **own}) for own in [*EVERYWHERE, *recurrent, *OWN.get(family, [])]]
+    return rows
+
+
+@pytest.mark.parametrize(("family", "options"), _options())
+def test_every_option_value_builds_and_trains_a_step(family: str, options: dict[str, Any]) -> None:
+    model = build_model({"family": family, **SMALL, **options}).train()
+    for seed in range(2):
+        partials = step(model, random_batch(model, length=5, seed=seed), random.Random(seed))
+        assert math.isfinite(float(partials[-1].task_nats))
+    assert model.eval()(random_tokens(model, 1, 5)).logits.shape == (1, 5, model.config.n_predicted)
+
+
+def test_every_family_is_covered() -> None:
+    assert {settings["family"] for settings in FAMILIES.values()} == set(families()) == set(OWN)
+
+
+@pytest.mark.parametrize(("family", "options"), _options())
+def test_three_round_trips_through_json(family: str, options: dict[str, Any]) -> None:
+    config = model_config({"family": family, **SMALL, **options})
+    first = json.dumps(config.model_dump(mode="json"))
+    text = first
+    for _ in range(3):
+        again = model_config(json.loads(text))
+        text = json.dumps(again.model_dump(mode="json"))
+        assert again == config
+        assert text == first
+    assert type(again) is type(config)
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_misspelt_key_names_the_nearest_valid_one(family: str) -> None:
+    for field in families()[family][0].model_fields:
+        if field == "family":
+            continue
+        with pytest.raises(UserError, match=f"unknown key, did you mean '{field}'") as caught:
+            model_config({"family": family, f"{field}x": 1})
+        assert "\n" not in str(caught.value)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"family": "hrm-lm"}, "'hrm_lm'"),
+    ({"family": "nothing like it"}, "transformer"),
+    ({}, "family"),
+    ({"family": None}, "family"),
+    ({"family": "transformer", "n_layers": 0}, "greater than 0"),
+    ({"family": "transformer", "n_layers": -1}, "greater than 0"),
+    ({"family": "transformer", "n_layers": 1.5}, "integer"),
+    ({"family": "transformer", "n_layers": "many"}, "integer"),
+    ({"family": "transformer", "gradient_window": 1}, "unknown key"),
+    ({"family": "transformer", "dropout": 1.0}, "less than 1"),
+    ({"family": "transformer", "dropout": -0.1}, "greater than or equal to 0"),
+    ({"family": "transformer", "dropout": math.nan}, "dropout"),
+    ({"family": "transformer", "norm_eps": 0.0}, "greater than 0"),
+    ({"family": "transformer", "d_model": 30, "n_heads": 4}, "30.*4"),
+    ({"family": "transformer", "d_model": 30, "n_heads": 2}, "even head size"),
+    ({"family": "transformer", "n_heads": 4, "n_kv_heads": 3}, "3.*4"),
+    ({"family": "transformer", "n_heads": 2, "n_kv_heads": 4}, "4.*2"),
+    ({"family": "transformer", "vocab_size": 64, "used_vocab": 65}, "65.*64"),
+    ({"family": "universal", "n_steps": 4, "gradient_window": 5}, "5.*4"),
+    ({"family": "universal", "step_embedding": "sinus"}, "'none' or 'learned'"),
+    ({"family": "universal", "exit_probability": 1.1}, "less than or equal to 1"),
+    ({"family": "universal", "input_injection": "perhaps"}, "boolean"),
+    ({"family": "hrm_lm", "n_cycles": 2, "fast_steps": 2, "gradient_window": 5}, "5.*4"),
+    ({"family": "hrm_lm", "gradient_window": 0}, "greater than 0"),
+    ({"family": "hrm_lm", "gate": "lstm"}, "'gru', 'update_only' or 'none'"),
+    ({"family": "hrm_lm", "readout": "both"}, "'sum', 'slow' or 'fast'"),
+    ({"family": "hrm_lm", "readout": "fast", "gradient_window": 2}, "longer than one cycle"),
+    ({"family": "hrm_lm", "n_cycles": 1, "exit_probability": 0.1}, "at least 2 cycles"),
+    ({"family": "hrm_lm", "n_passes": 0}, "greater than 0"),
+    ({"family": "hrm_lm", "prototype_std": -1}, "greater than 0"),
+    ({"family": "hrm_lm", "prototype_std": math.inf}, "finite"),
+    ({"family": "hrm_lm", "n_cycles": True}, "integer"),
+    ({"family": "hrm_lm", "n_cycles": "3"}, "integer"),
+    ({"family": "hrm_lm", "n_layers": 2}, "unknown key"),
+    ({"family": "universal", "n_steps": 1, "exit_probability": 0.1}, "at least 2 steps"),
+    ({"family": ["hrm_lm"]}, "unknown family"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_bad_values_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        model_config(settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_named_together() -> None:
+    with pytest.raises(UserError, match=r"model\.d_model.*model\.n_cycle: unknown key, did you mean 'n_cycles'"):
+        model_config({"family": "hrm_lm", "d_model": 0, "n_cycle": 3})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_impossible_requests_are_refused(name: str) -> None:
+    model = build_model(FAMILIES[name])
+    with pytest.raises(UserError, match="depth 0"):
+        model(random_tokens(model, 1, 3), depth=0)
+    with pytest.raises(UserError, match="depth -1"):
+        model.schedule(-1)
+    with pytest.raises(UserError, match=r"65 tokens.*context of 64"):
+        model(random_tokens(model, 1, 65))
+    for bad in (64, -1):
+        with pytest.raises(UserError, match=f"token id {bad} is outside the model's vocabulary of 64"):
+            model(torch.tensor([[3, bad]]))
+    with pytest.raises(UserError, match="at least one token"):
+        model(random_tokens(model, 1, 3)[:, :0])
+    cache = model.new_cache(1, 64)
+    model(random_tokens(model, 1, 60), cache=cache)
+    with pytest.raises(UserError, match=r"65 tokens.*context of 64"):
+        model(random_tokens(model, 1, 5), cache=cache)
+    with pytest.raises(UserError, match="room for 4 positions and 5"):
+        model(random_tokens(model, 1, 5), cache=model.new_cache(1, 4))
+    with pytest.raises(UserError, match="vocab_size"):
+        build_model({**FAMILIES[name], "vocab_size": None})
+
+
+def test_depth_beyond_what_exists_is_refused() -> None:
+    with pytest.raises(UserError, match="3 is not possible; the model has 2 layers"):
+        build_model(FAMILIES["transformer"]).schedule(3)
+    with pytest.raises(UserError, match="5 is not possible"):
+        build_model(FAMILIES["universal-options"]).schedule(5)
