@@ -1,10 +1,8 @@
 """Reports R01, R03 and R05, the split, and a prepared directory that is whole or not there."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from itertools import product
 
 import numpy as np
@@ -281,24 +279,3 @@ def test_sources_that_change_in_between_are_noticed(tmp_path, monkeypatch):
 def test_vocabulary_that_stays_small_is_told(tmp_path):
     meta = prepare([corpus(tmp_path / "a.jsonl", ["one", "two"])], tmp_path / "out", vocab_size=8192)
     assert f"gives only {meta.vocab_size} ids instead of 8192" in meta.warnings[-1]
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
-def test_killed_run_leaves_nothing_that_looks_finished(delay, tmp_path):
-    """A real kill -9, a while after the work has begun; the next run cleans up and succeeds."""
-    texts = [f"document {number} " * 50 for number in range(3000)]
-    source = corpus(tmp_path / "a.jsonl", texts)
-    out = tmp_path / "runs" / "out"
-    code = f"from hrmlm.data.prepare import prepare; prepare([{source!r}], {str(out)!r}, vocab_size=2000)"
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("runs/.partial-*")) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not out.exists()
-    with pytest.raises(UserError, match="hrmlm prepare"):
-        PreparedData.open(out)
-    prepare([source], out, tokenizer="bytes")
-    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["out"]
