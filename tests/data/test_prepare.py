@@ -66,7 +66,7 @@ def test_every_byte_and_document_comes_back(kind, tmp_path):
     st.integers(0, 5),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_split_of_anycorpus(tmp_path_factory, texts, fraction, seed):
+def test_split_of_any_corpus(tmp_path_factory, texts, fraction, seed):
     directory = tmp_path_factory.mktemp("split")
     source = corpus(directory / "a.jsonl", texts)
     out = directory / "out"
@@ -189,7 +189,7 @@ def test_one_document_with_given_validation(tmp_path):
     assert _documents(PreparedData.open(tmp_path / "out"), "train") == [b"only one\r\n"]
 
 
-def test_given_test_split_beside_a_dividedcorpus(tmp_path):
+def test_given_test_split_beside_a_divided_corpus(tmp_path):
     texts = [f"text {number}" for number in range(50)]
     meta = prepare(
         [corpus(tmp_path / "a.jsonl", texts)],
