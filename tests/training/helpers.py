@@ -31,8 +31,8 @@ def settings(data: Path | None, family: str = FAMILY, **changes: Any) -> dict[st
     """Settings of a tiny run; changes: "section.key" with a dot, given as a mapping."""
     result: dict[str, Any] = {
         "model": {**FAMILIES[family], "vocab_size": None, "context": 32},
-        "data": {"path": None if data is None else str(data)},
-        "training": {"steps": 8, "batch_size": 2, "eval_every": 4, "eval_tokens": 200, "save_every": 3},
+        "data": {"path": None if data is None else str(data), "window": 16},
+        "training": {"steps": 6, "batch_size": 2, "eval_every": 3, "eval_tokens": 100, "save_every": 2},
         "optimizer": {"lr": 3e-3},
     }
     for key, value in changes.items():
