@@ -1,6 +1,7 @@
 """Prepared data, read back: ids of a split, and the batches that training draws from them."""
 
 import hashlib
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -158,5 +159,15 @@ def loader(
             num_workers=workers,
             pin_memory=pin_memory,
             generator=generator,
+            worker_init_fn=_leave_signals_to_parent if workers else None,
         )
     )
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach the whole process group; the parent needs its workers until it has saved.
+
+    They end with it: it tells them to, and they notice when it is gone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
