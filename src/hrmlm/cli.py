@@ -212,6 +212,9 @@ def evaluate(
         "checkpoint": str(source.path),
         "progress": sys.stderr.isatty(),
     }
+    model = load_model(source)
+    if depth is not None and depth > model.trained_depth:
+        print(f"warning: depth {depth} is beyond the {model.trained_depth} the model was trained at", file=sys.stderr)
     if data.is_dir():
         prepared = PreparedData.open(data)
         if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
@@ -219,9 +222,9 @@ def evaluate(
                 f"{source.path} was trained with tokenizer {tokenizer.fingerprint} and {data} was prepared with "
                 f"{prepared.tokenizer.fingerprint}; prepare the text with --tokenizer {source.path}/tokenizer.json"
             )
-        report = evaluate_data(load_model(source), prepared, split, data_path=str(data), **settings)
+        report = evaluate_data(model, prepared, split, data_path=str(data), **settings)
     else:
-        report = evaluate_file(load_model(source), data, tokenizer, **settings)
+        report = evaluate_file(model, data, tokenizer, **settings)
     if as_json:
         return _print_json(report.to_dict())
     from rich.console import Console

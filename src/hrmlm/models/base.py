@@ -177,7 +177,10 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def build_schedule(self, depth: int) -> list[Application]:
-        """The applications of a forward pass of this depth, in order. Slots of a smaller depth come first."""
+        """The applications of a forward pass of this depth, in order.
+
+        Of a model with one supervision pass, a smaller depth has the first slots of a larger one.
+        """
 
     @abstractmethod
     def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
@@ -210,7 +213,7 @@ class LanguageModel(nn.Module, ABC):
         if depth not in self._schedules:
             self.check_depth(depth)
             self._schedules[depth] = self.build_schedule(depth)
-        return self._schedules[depth]
+        return list(self._schedules[depth])
 
     def check_depth(self, depth: int) -> None:
         """Raises: UserError if the model cannot run at this depth."""
@@ -256,13 +259,18 @@ class LanguageModel(nn.Module, ABC):
         Raises: UserError if the sequence is longer than the context, an id is outside the vocabulary, or the depth is
         impossible.
         """
+        schedule = self.schedule(depth)
+        if cache is not None:
+            self._check_cache(cache, schedule, tokens_BL.shape, lengths_B)
         call = self._begin(tokens_BL, cache, lengths_B)
         call.stats = [] if stats else None
-        for state_BLD in self.states(tokens_BL, call, self.schedule(depth)):
+        for state_BLD in self.states(tokens_BL, call, schedule):
             last_BLD = state_BLD
         if cache is not None:
             cache.lengths_B = cache.lengths_B + (tokens_BL.shape[1] if lengths_B is None else lengths_B.cpu())
         if read_B is not None:
+            if int(read_B.min()) < 0 or int(read_B.max()) >= tokens_BL.shape[1]:
+                raise UserError(f"read_B holds positions outside the {tokens_BL.shape[1]} tokens of this call")
             rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
         return ModelOutput(self.readout(last_BLD), call.stats)
@@ -287,6 +295,19 @@ class LanguageModel(nn.Module, ABC):
         call.truncate_gradient = self.training
         return call
 
+    @staticmethod
+    def _check_cache(cache: KVCache, schedule: list[Application], shape: torch.Size, lengths_B: Tensor | None) -> None:
+        """Raises: UserError if a cache does not fit the call."""
+        needed = 1 + max(application.slot for application in schedule)
+        if cache.n_slots < needed:
+            raise UserError(
+                f"the cache has {cache.n_slots} slots and this depth needs {needed}; make one for the depth"
+            )
+        if len(cache.lengths_B) != shape[0]:
+            raise UserError(f"the cache holds {len(cache.lengths_B)} rows and {shape[0]} rows of tokens came")
+        if lengths_B is not None and (int(lengths_B.min()) < 0 or int(lengths_B.max()) > shape[1]):
+            raise UserError(f"lengths_B holds numbers outside 0..{shape[1]}, the tokens of this call")
+
     def losses(self, batch: Batch, rng: random.Random | None = None) -> Iterator[PartialLoss]:
         """Partial losses of a training step, one per supervision pass, each with its own graph.
 
@@ -295,6 +316,7 @@ class LanguageModel(nn.Module, ABC):
         depth = self._training_depth(rng)
         schedule = self.schedule(depth)
         call = self._begin(batch.inputs_BL, None, None)
+        call.backward_per_pass = True
         for index, state_BLD in enumerate(self.states(batch.inputs_BL, call, schedule)):
             logits_BLV = self.readout(state_BLD)
             nats = F.cross_entropy(

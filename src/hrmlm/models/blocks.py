@@ -51,6 +51,7 @@ class ForwardCall:
     is_causal: bool
     cache: KVCache | None = None
     truncate_gradient: bool = False
+    backward_per_pass: bool = False  # the graph of a supervision pass is gone when the next one begins
     stats: list[ApplicationStats] | None = field(default=None)
 
     @contextmanager

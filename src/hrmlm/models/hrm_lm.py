@@ -43,10 +43,8 @@ class HRMConfig(RecurrentConfig):
     def _check_readout(self) -> "HRMConfig":
         # The slow step that ends the last cycle is not read by z_fast: only earlier ones can teach the slow cell.
         if self.readout == "fast" and self.window <= self.fast_steps:
-            raise ValueError(
-                f"readout 'fast' needs a gradient window longer than one cycle ({self.fast_steps} steps), or the slow "
-                "cell is never trained"
-            )
+            remedy = "at least 2 cycles" if self.n_cycles == 1 else f"a gradient window above {self.fast_steps}"
+            raise ValueError(f"readout 'fast' needs {remedy}, or the slow cell is never trained")
         if self.exit_probability and self.n_cycles == 1:
             raise ValueError("exit_probability needs at least 2 cycles")
         return self
@@ -82,7 +80,8 @@ class GatedCell(nn.Module):
                 kept_BLD = reset_BLD * state_BLD
             else:
                 keep_BLD = gates
-        mixed_BLD = self.mix(torch.cat([kept_BLD, *inputs_BLD], dim=-1))
+        # As in a plain stack of blocks, the residual stream keeps the precision of the weights under autocast.
+        mixed_BLD = self.mix(torch.cat([kept_BLD, *inputs_BLD], dim=-1)).to(self.norm.weight.dtype)
         candidate_BLD = self.norm(self.block(mixed_BLD, call, slot))
         if keep_BLD is None:
             return candidate_BLD, None
@@ -162,7 +161,7 @@ class HRM(LanguageModel):
         for p in range(self.n_passes):
             if p > 0:
                 fast_BLD, slow_BLD = fast_BLD.detach(), slow_BLD.detach()
-                if self.training:  # the first pass's graph is gone after its backward
+                if call.backward_per_pass:
                     x_BLD = self._input(tokens_BL, call, schedule[0])
             for application in schedule[1:]:
                 if application.supervision_pass != p:

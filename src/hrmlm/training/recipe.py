@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 from hrmlm.config import StrictConfig, nearest
 from hrmlm.errors import UserError
 from hrmlm.models import ModelConfig, model_config
+from hrmlm.models.base import Positive
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
