@@ -123,7 +123,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"family": "hrm_lm", "gradient_window": 0}, "greater than 0"),
     ({"family": "hrm_lm", "gate": "lstm"}, "'gru', 'update_only' or 'none'"),
     ({"family": "hrm_lm", "readout": "both"}, "'sum', 'slow' or 'fast'"),
-    ({"family": "hrm_lm", "readout": "fast", "gradient_window": 2}, "longer than one cycle"),
+    ({"family": "hrm_lm", "readout": "fast", "gradient_window": 2}, "gradient window above 2"),
     ({"family": "hrm_lm", "n_cycles": 1, "exit_probability": 0.1}, "at least 2 cycles"),
     ({"family": "hrm_lm", "n_passes": 0}, "greater than 0"),
     ({"family": "hrm_lm", "prototype_std": -1}, "greater than 0"),
