@@ -4,6 +4,8 @@ from typing import Any
 
 _COMMON: dict[str, Any] = {"vocab_size": 64, "context": 64, "d_model": 32, "n_heads": 2}
 
+_FISH = {"input_layers": 1, "output_layers": 1, "H_layers": 1, "L_layers": 1}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "transformer": {"family": "transformer", "n_layers": 2},
     "transformer-gqa": {"family": "transformer", "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
@@ -21,5 +23,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hrm_lm-update-only": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "gate": "update_only"},
     "hrm_lm-no-gate": {"family": "hrm_lm", "n_cycles": 1, "fast_steps": 3, "gate": "none", "readout": "slow"},
     "hrm_lm-fast-readout": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "readout": "fast"},
+    "cosmicfish": {"family": "cosmicfish", **_FISH, "max_steps": 4},
+    "cosmicfish-options": {
+        "family": "cosmicfish",
+        **_FISH,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "max_steps": 3,
+        "positions": "learned",
+        "mlp": "gelu",
+        "initial_bias": 0.5,
+    },
 }
 FAMILIES = {name: {**_COMMON, **settings} for name, settings in FAMILIES.items()}

@@ -114,10 +114,12 @@ class RecurrentConfig(ModelConfig):
 
 @dataclass
 class ModelOutput:
-    """logits (B, L, V) in float32, or (B, 1, V) where one position was asked for; stats per application, if asked."""
+    """logits (B, L, V) in float32, or (B, 1, V) where one position was asked for; stats per application, if asked;
+    steps_BL: outer steps each position took, of models that decide it themselves."""
 
     logits: Tensor
     stats: list[ApplicationStats] | None = None
+    steps_BL: Tensor | None = None
 
 
 @dataclass
@@ -161,6 +163,7 @@ class LanguageModel(nn.Module, ABC):
 
     config: Any  # the family's own subclass of ModelConfig
     n_passes: int = 1
+    learns_depth: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -247,6 +250,7 @@ class LanguageModel(nn.Module, ABC):
         lengths_B: Tensor | None = None,
         read_B: Tensor | None = None,
         depth: int | None = None,
+        halt_threshold: float | None = None,
         stats: bool = False,
     ) -> ModelOutput:
         """Logits of the next token at every position.
@@ -254,6 +258,7 @@ class LanguageModel(nn.Module, ABC):
         tokens_BL: ids; with `cache` the continuation of what each row has cached, and the cache grows by it.
         lengths_B: how many of the L tokens of each row are real, the rest being padding on the right (None: all).
         read_B: read the logits at this one position of each row only. depth: run so many cycles, steps or layers.
+        halt_threshold: sum of halting probabilities that stops a position (None: as trained; learned halting only).
         stats: also return what each application did.
 
         Raises: UserError if the sequence is longer than the context, an id is outside the vocabulary, or the depth is
@@ -264,6 +269,9 @@ class LanguageModel(nn.Module, ABC):
             self._check_cache(cache, schedule, tokens_BL.shape, lengths_B)
         call = self._begin(tokens_BL, cache, lengths_B)
         call.stats = [] if stats else None
+        call.depth, call.halt_threshold = depth, halt_threshold
+        if halt_threshold is not None and not self.learns_depth:
+            raise UserError("halt_threshold: this model does not learn its depth; give a depth instead")
         for state_BLD in self.states(tokens_BL, call, schedule):
             last_BLD = state_BLD
         if cache is not None:
@@ -273,7 +281,7 @@ class LanguageModel(nn.Module, ABC):
                 raise UserError(f"read_B holds positions outside the {tokens_BL.shape[1]} tokens of this call")
             rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
-        return ModelOutput(self.readout(last_BLD), call.stats)
+        return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL)
 
     def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
         B, L = tokens_BL.shape
@@ -317,12 +325,25 @@ class LanguageModel(nn.Module, ABC):
         schedule = self.schedule(depth)
         call = self._begin(batch.inputs_BL, None, None)
         call.backward_per_pass = True
+        self.prepare_training(call, rng)
         for index, state_BLD in enumerate(self.states(batch.inputs_BL, call, schedule)):
             logits_BLV = self.readout(state_BLD)
             nats = F.cross_entropy(
                 logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum"
             )
-            yield PartialLoss(nats, nats.detach(), batch.n_targets, counted=index == self.n_passes - 1, depth=depth)
+            penalty, extra = self.penalties(call, batch.targets_BL != IGNORE)
+            is_last = index == self.n_passes - 1
+            yield PartialLoss(nats + penalty, nats.detach(), batch.n_targets, counted=is_last, depth=depth, extra=extra)
+
+    def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
+        """What a family decides at random before a training forward pass."""
+
+    def penalties(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """What a family adds to the objective after a training forward pass, and sums for the record.
+
+        scored_BL: positions with a target; everything is a sum over them, like the loss.
+        """
+        return 0.0, {}
 
     def _training_depth(self, rng: random.Random | None) -> int:
         probability = getattr(self.config, "exit_probability", 0.0)

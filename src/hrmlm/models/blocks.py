@@ -5,7 +5,7 @@ Shapes: B rows, L new positions, P all positions up to the last new one, D width
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,28 @@ class ApplicationStats:
     gate_BL: Tensor | None
 
 
+class KeyHistory:
+    """Keys and values of stopped positions: at later outer steps they are those of the last step executed.
+
+    So what other positions see of a stopped one does not depend on whether it is computed again.
+    """
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride  # slots per outer step
+        self.running_BL: Tensor | None = None  # None in the first step, where all run
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def mix(self, slot: int, k_BHLK: Tensor, v_BHLK: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values of running positions, kept ones of stopped positions."""
+        place = slot % self.stride
+        if self.running_BL is not None:
+            running_B1L1 = self.running_BL[:, None, :, None]
+            old_k, old_v = self._kept[place]
+            k_BHLK, v_BHLK = torch.where(running_B1L1, k_BHLK, old_k), torch.where(running_B1L1, v_BHLK, old_v)
+        self._kept[place] = (k_BHLK, v_BHLK)
+        return k_BHLK, v_BHLK
+
+
 @dataclass
 class ForwardCall:
     """What one forward call shares between all its applications: positions, mask, cache, window, statistics."""
@@ -49,10 +71,35 @@ class ForwardCall:
     positions_BL: Tensor
     mask_B1LP: Tensor | None  # None: plain causal attention
     is_causal: bool
+    is_rotary: bool = True
     cache: KVCache | None = None
     truncate_gradient: bool = False
     backward_per_pass: bool = False  # the graph of a supervision pass is gone when the next one begins
     stats: list[ApplicationStats] | None = field(default=None)
+    depth: int | None = None  # outer steps that were asked for; None: as trained, learned halting included
+    halt_threshold: float | None = None  # sum of halting probabilities that stops a position; None: as trained
+    rows: Tensor | None = None  # which rows of the cache this call works on; None: all
+    history: "KeyHistory | None" = None
+    minimum_steps: int = 1  # of learned halting, in an exploring training batch
+    steps_BL: Tensor | None = None  # result: outer steps executed
+    step_cost_BL: Tensor | None = None  # result: steps + remainder, differentiable
+    q_B2: Tensor | None = None  # result: last halting logits of whole sequences
+
+    def of_rows(self, rows: Tensor) -> "ForwardCall":
+        """The call restricted to some rows: of batches in which only these go on."""
+
+        def pick(table: Tensor) -> Tensor:
+            return table if table.shape[0] == 1 else table[rows.to(table.device)]
+
+        last = int(self.positions_BL[rows].max())
+        return replace(
+            self,
+            cos_BLK=pick(self.cos_BLK),
+            sin_BLK=pick(self.sin_BLK),
+            mask_B1LP=None if self.mask_B1LP is None else pick(self.mask_B1LP)[..., : last + 1],
+            positions_BL=self.positions_BL[rows],
+            rows=rows,
+        )
 
     @contextmanager
     def application(self, application: Application) -> Iterator[None]:
@@ -109,6 +156,8 @@ def prepare_call(
 
 def rotate(x_BHLK: Tensor, call: ForwardCall) -> Tensor:
     """Turn queries or keys by their positions (rotate-half layout)."""
+    if not call.is_rotary:
+        return x_BHLK
     first, second = x_BHLK.chunk(2, dim=-1)
     turned = x_BHLK * call.cos_BLK + torch.cat([-second, first], dim=-1) * call.sin_BLK
     return turned.to(x_BHLK.dtype)
@@ -130,8 +179,10 @@ class Attention(nn.Module):
         heads = self.qkv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
         q_BHLK, k_BHLK, v_BHLK = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
         q_BHLK, k_BHPK, v_BHPK = rotate(q_BHLK, call), rotate(k_BHLK, call), v_BHLK
+        if call.history is not None:
+            k_BHPK, v_BHPK = call.history.mix(slot, k_BHPK, v_BHPK)
         if call.cache is not None:
-            k_BHPK, v_BHPK = call.cache.append(slot, call.positions_BL, k_BHPK, v_BHLK)
+            k_BHPK, v_BHPK = call.cache.append(slot, call.positions_BL, k_BHPK, v_BHPK, call.rows)
         y_BHLK = F.scaled_dot_product_attention(
             q_BHLK,
             k_BHPK.to(q_BHLK.dtype),
@@ -158,6 +209,19 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate_BLF) * up_BLF)
 
 
+class GeluMLP(nn.Module):
+    """Plain feed-forward layer: down(gelu(up(x)))."""
+
+    def __init__(self, d_model: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, D) → (B, L, D)."""
+        return self.down(F.gelu(self.up(x_BLD)))
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: x + Attn(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)); 16·D² weights at its defaults."""
 
@@ -168,7 +232,7 @@ class Block(nn.Module):
         self.norm_attention = nn.RMSNorm(d_model, eps=norm_eps)
         self.attention = Attention(d_model, n_heads, n_kv_heads, dropout)
         self.norm_mlp = nn.RMSNorm(d_model, eps=norm_eps)
-        self.mlp = SwiGLU(d_model, hidden)
+        self.mlp: nn.Module = SwiGLU(d_model, hidden)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:

@@ -58,10 +58,19 @@ class KVCache:
             raise UserError(f"the cache has room for {self.max_length} positions and {needed} are needed")
         return self.lengths_B[:, None] + torch.arange(n_new)
 
-    def append(self, slot: int, positions_BL: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all stored ones up to the last new position, (B, H, P, K) each."""
+    def append(
+        self, slot: int, positions_BL: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return all stored ones up to the last new position, (B, H, P, K) each.
+
+        rows: which rows of the cache these are (None: all, in order).
+        """
         keys_BHPK, values_BHPK = self.keys_SBHPK[slot], self.values_SBHPK[slot]
         first, last = int(positions_BL.min()), int(positions_BL.max())
+        if rows is not None:
+            keys_BHPK[rows[:, None], :, positions_BL] = k_BHLK.transpose(1, 2).to(keys_BHPK.dtype)
+            values_BHPK[rows[:, None], :, positions_BL] = v_BHLK.transpose(1, 2).to(values_BHPK.dtype)
+            return keys_BHPK[rows, :, : last + 1], values_BHPK[rows, :, : last + 1]
         if last - first + 1 == positions_BL.shape[1]:  # all rows write the same positions: a plain copy
             keys_BHPK[:, :, first : last + 1] = k_BHLK
             values_BHPK[:, :, first : last + 1] = v_BHLK
@@ -70,6 +79,21 @@ class KVCache:
             keys_BHPK[rows_B1, :, positions_BL] = k_BHLK.transpose(1, 2).to(keys_BHPK.dtype)
             values_BHPK[rows_B1, :, positions_BL] = v_BHLK.transpose(1, 2).to(values_BHPK.dtype)
         return keys_BHPK[:, :, : last + 1], values_BHPK[:, :, : last + 1]
+
+    def carry(self, positions_BL: Tensor, first_slot: int, stride: int, steps_BL: Tensor) -> None:
+        """Copy keys and values of each position's last executed step to the slots of the steps it did not execute.
+
+        Step s (from 1) owns the slots first_slot + (s − 1)·stride to first_slot + s·stride − 1, up to the last slot.
+        """
+        n_steps = (self.n_slots - first_slot) // stride
+        for row, (positions, steps) in enumerate(zip(positions_BL.tolist(), steps_BL.tolist(), strict=True)):
+            for done in set(steps) - {n_steps}:
+                places = [position for position, step in zip(positions, steps, strict=True) if step == done]
+                source = first_slot + (done - 1) * stride
+                for tensor_SBHPK in (self.keys_SBHPK, self.values_SBHPK):
+                    kept = tensor_SBHPK[source : source + stride, row][:, :, places]
+                    rest = tensor_SBHPK[source + stride : first_slot + n_steps * stride, row]
+                    rest.unflatten(0, (n_steps - done, stride))[:, :, :, places] = kept
 
     def crop(self, lengths_B: Tensor | int) -> None:
         """Forget what stands behind these lengths; rows that are shorter stay as they are."""

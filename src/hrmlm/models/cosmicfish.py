@@ -1,0 +1,217 @@
+"""`cosmicfish`: adaptive depth by halting (arXiv 2605.28919), made causal, trained and cacheable.
+
+    embed → input blocks → core, up to max_steps times → output blocks → RMSNorm → tied head
+    one outer step: H_cycles times { L_cycles times { z_L = L_level(z_L + z_H + x) };  z_H = H_level(z_H + z_L) }
+
+Core layers are post-norm: x ← RMSNorm(x + Attn(x)), x ← RMSNorm(x + MLP(x)). Halting "token" decides per position from
+its own state (see halting.py). Halting "sequence" is the rule of the released checkpoints: one decision for a whole
+sequence, made on the mean over its positions, so later tokens change earlier logits. It is there to run those, and is
+neither trained nor cached.
+
+Shapes: B rows, L positions, D width.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hrmlm.errors import UserError
+from hrmlm.models.base import LanguageModel, ModelConfig, Positive
+from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP
+from hrmlm.models.cache import KVCache
+from hrmlm.models.halting import AdaptiveDepth, HaltingConfig, HaltingHead, run_adaptive
+from hrmlm.models.registry import register
+
+
+class CosmicFishConfig(ModelConfig, HaltingConfig):
+    """input_layers, output_layers: blocks before and after the core; H_layers, L_layers: layers of its two levels;
+    H_cycles, L_cycles: how often they run in one outer step; max_steps: most outer steps; halting: "token" (trained,
+    causal) or "sequence" (released checkpoints only); sequence_bias: favours halting outside training in the latter;
+    positions: rotary, or a learned table of `context` vectors; mlp: swiglu or gelu."""
+
+    family: Literal["cosmicfish"] = "cosmicfish"
+    input_layers: Positive = 6
+    output_layers: Positive = 6
+    H_layers: Positive = 4
+    L_layers: Positive = 4
+    H_cycles: Positive = 2
+    L_cycles: Positive = 2
+    max_steps: Positive = 16
+    halting: Literal["token", "sequence"] = "token"
+    sequence_bias: Annotated[float, Field(allow_inf_nan=False)] = 0.35
+    positions: Literal["rotary", "learned"] = "rotary"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+
+    @model_validator(mode="after")
+    def _check_target(self) -> "CosmicFishConfig":
+        if self.target_depth is not None and self.target_depth > self.max_steps:
+            raise ValueError(f"target_depth {self.target_depth:g} exceeds max_steps {self.max_steps}")
+        return self
+
+    @property
+    def slots_per_step(self) -> int:
+        """Layer applications of one outer step."""
+        return self.H_cycles * (self.L_cycles * self.L_layers + self.H_layers)
+
+    def layer(self, block_class: type[Block]) -> Block:
+        """A new layer, pre-norm (Block) or post-norm."""
+        hidden = self.hidden or 4 * self.d_model
+        layer = block_class(self.d_model, self.heads, self.kv_heads, hidden, self.norm_eps, self.dropout)
+        if self.mlp == "gelu":
+            layer.mlp = GeluMLP(self.d_model, hidden)
+        return layer
+
+
+class PostNormBlock(Block):
+    """x ← RMSNorm(x + Attn(x)), then x ← RMSNorm(x + MLP(x))."""
+
+    def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
+        """(B, L, D) → (B, L, D)."""
+        x_BLD = self.norm_attention(x_BLD + self.dropout(self.attention(x_BLD, call, slot)))
+        return self.norm_mlp(x_BLD + self.dropout(self.mlp(x_BLD)))
+
+
+@register(CosmicFishConfig)
+class CosmicFish(AdaptiveDepth, LanguageModel):
+    """Input blocks, a recurrent core of two levels with a halting head, output blocks."""
+
+    config: CosmicFishConfig
+    learns_depth = True
+
+    def __init__(self, config: CosmicFishConfig) -> None:
+        super().__init__(config)
+        self.input_blocks = nn.ModuleList(config.layer(Block) for _ in range(config.input_layers))
+        self.H_level = nn.ModuleList(config.layer(PostNormBlock) for _ in range(config.H_layers))
+        self.L_level = nn.ModuleList(config.layer(PostNormBlock) for _ in range(config.L_layers))
+        self.output_blocks = nn.ModuleList(config.layer(Block) for _ in range(config.output_layers))
+        self.H_init = nn.Parameter(torch.empty(config.d_model))
+        self.L_init = nn.Parameter(torch.empty(config.d_model))
+        self.halting = HaltingHead(config.d_model)
+        self.position_table = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+
+    @property
+    def trained_depth(self) -> int:
+        """The most outer steps."""
+        return self.config.max_steps
+
+    @property
+    def _core_slot(self) -> int:
+        return self.config.input_layers + self.config.output_layers
+
+    def init_weights(self) -> None:
+        """See LanguageModel.init_weights; start vectors from N(0, 0.02²), the halting logit at its initial bias."""
+        super().init_weights()
+        with torch.no_grad():
+            for start in (self.H_init, self.L_init):
+                start.normal_(std=0.02)
+            self.halting.q.bias.copy_(torch.tensor([self.config.initial_bias, 0.0]))
+
+    def build_schedule(self, depth: int) -> list[Application]:
+        """Slots: input blocks, output blocks, then the core step by step; in order of execution."""
+        c = self.config
+        core = []
+        for step in range(1, depth + 1):
+            slot = self._core_slot + (step - 1) * c.slots_per_step
+            for module in self._core_modules():
+                core.append(Application(f"step {step} {module}", module, slot))
+                slot += 1
+        first = [Application(f"input {i + 1}", f"input_blocks.{i}", i) for i in range(c.input_layers)]
+        last = [
+            Application(f"output {i + 1}", f"output_blocks.{i}", c.input_layers + i) for i in range(c.output_layers)
+        ]
+        return first + core + last
+
+    def _core_modules(self) -> list[str]:
+        """Names of the layers in one outer step, in order."""
+        c = self.config
+        low = [f"L_level.{i}" for i in range(c.L_layers)] * c.L_cycles
+        return (low + [f"H_level.{i}" for i in range(c.H_layers)]) * c.H_cycles
+
+    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
+        """See LanguageModel.states. The schedule lists what runs at most; halting decides what runs."""
+        x_BLD = self.embed(tokens_BL)
+        if self.position_table is not None:
+            call.is_rotary = False
+            x_BLD = x_BLD + self.position_table(call.positions_BL.clamp_max(self.config.context - 1).to(x_BLD.device))
+        x_BLD = self._stack(self.input_blocks, x_BLD, call, 0)
+        if self.config.halting == "sequence":
+            core_BLD = self._sequence_core(x_BLD, call)
+        else:
+            core_BLD = self._token_core(x_BLD, call)
+        yield self._stack(self.output_blocks, core_BLD, call, self.config.input_layers)
+
+    def _stack(self, layers: nn.ModuleList, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
+        for offset, layer in enumerate(layers):
+            x_BLD = layer(x_BLD, call, slot + offset)
+        return x_BLD
+
+    def _outer_step(
+        self, index: int, H_BLD: Tensor, L_BLD: Tensor, x_BLD: Tensor, call: ForwardCall
+    ) -> tuple[Tensor, Tensor]:
+        c, slot = self.config, self._core_slot + index * self.config.slots_per_step
+        for _ in range(c.H_cycles):
+            for _ in range(c.L_cycles):
+                L_BLD = self._stack(self.L_level, L_BLD + H_BLD + x_BLD, call, slot)
+                slot += c.L_layers
+            H_BLD = self._stack(self.H_level, H_BLD + L_BLD, call, slot)
+            slot += c.H_layers
+        return H_BLD, L_BLD
+
+    def _token_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
+        def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
+            H_BLD, L_BLD = states
+            ours_BLD = x_BLD if call.rows is None else x_BLD[call.rows.to(x_BLD.device)]
+            return self._outer_step(index, H_BLD, L_BLD, ours_BLD, call)
+
+        threshold = 1 - self.config.epsilon if call.halt_threshold is None else call.halt_threshold
+        start = (self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD))
+        slots = (self._core_slot, self.config.slots_per_step)
+        return run_adaptive(step, start, self.halting, call, self.config.max_steps, threshold, slots)
+
+    def _sequence_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
+        """The released rule; a row that stopped is frozen. Counts the outer steps before the one that stopped it."""
+        if call.cache is not None:
+            raise UserError("halting 'sequence' looks at the whole text and cannot be cached; generate with --no-cache")
+        H_BLD, L_BLD = self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD)
+        bias = 0.0 if self.training else self.config.sequence_bias
+        running_B = torch.ones(len(x_BLD), dtype=torch.bool, device=x_BLD.device)
+        last = call.depth or self.config.max_steps
+        steps_B = torch.full_like(running_B, last, dtype=torch.long)
+        for index in range(last):
+            new_H_BLD, new_L_BLD = self._outer_step(index, H_BLD, L_BLD, x_BLD, call)
+            running_B11 = running_B[:, None, None]
+            H_BLD, L_BLD = torch.where(running_B11, new_H_BLD, H_BLD), torch.where(running_B11, new_L_BLD, L_BLD)
+            call.q_B2 = self.halting.logits(H_BLD.mean(dim=1))
+            stops_B = (call.q_B2[:, 0] + bias > call.q_B2[:, 1]) & running_B & (call.depth is None)
+            steps_B = torch.where(stops_B, index, steps_B)
+            running_B = running_B & ~stops_B
+            if not running_B.any():
+                break
+        call.steps_BL = steps_B[:, None].expand(x_BLD.shape[:2])
+        return H_BLD
+
+    def losses(self, batch: Any, rng: random.Random | None = None) -> Iterator[Any]:
+        """See LanguageModel.losses. Raises: UserError with halting "sequence"."""
+        if self.config.halting == "sequence":
+            raise UserError("halting 'sequence' gives its head no gradient and is not trained; use halting: token")
+        return super().losses(batch, rng)
+
+    def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
+        """See LanguageModel.prepare_training: exploration."""
+        self.explore(call, self.config.max_steps, rng)
+
+    def penalties(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See LanguageModel.penalties: the step cost."""
+        return self.step_penalty(call, scored_BL)
+
+    def new_cache(
+        self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """See LanguageModel.new_cache. Raises: UserError with halting "sequence"."""
+        if self.config.halting == "sequence":
+            raise UserError("halting 'sequence' looks at the whole text and cannot be cached; generate with --no-cache")
+        return super().new_cache(batch_size, max_length, depth, dtype)
