@@ -115,11 +115,13 @@ class RecurrentConfig(ModelConfig):
 @dataclass
 class ModelOutput:
     """logits (B, L, V) in float32, or (B, 1, V) where one position was asked for; stats per application, if asked;
-    steps_BL: outer steps each position took, of models that decide it themselves."""
+    steps_BL: outer steps each position took, of models that decide it themselves; halting_logits_B2: last halt and
+    continue logits, where whole sequences decide."""
 
     logits: Tensor
     stats: list[ApplicationStats] | None = None
     steps_BL: Tensor | None = None
+    halting_logits_B2: Tensor | None = None
 
 
 @dataclass
@@ -281,7 +283,7 @@ class LanguageModel(nn.Module, ABC):
                 raise UserError(f"read_B holds positions outside the {tokens_BL.shape[1]} tokens of this call")
             rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
-        return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL)
+        return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL, call.q_B2)
 
     def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
         B, L = tokens_BL.shape

@@ -180,13 +180,14 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
         bias = 0.0 if self.training else self.config.sequence_bias
         running_B = torch.ones(len(x_BLD), dtype=torch.bool, device=x_BLD.device)
         last = call.depth or self.config.max_steps
+        decides = call.depth is None and last > 1  # of a single step the head has no say, as published
         steps_B = torch.full_like(running_B, last, dtype=torch.long)
         for index in range(last):
             new_H_BLD, new_L_BLD = self._outer_step(index, H_BLD, L_BLD, x_BLD, call)
             running_B11 = running_B[:, None, None]
             H_BLD, L_BLD = torch.where(running_B11, new_H_BLD, H_BLD), torch.where(running_B11, new_L_BLD, L_BLD)
             call.q_B2 = self.halting.logits(H_BLD.mean(dim=1))
-            stops_B = (call.q_B2[:, 0] + bias > call.q_B2[:, 1]) & running_B & (call.depth is None)
+            stops_B = (call.q_B2[:, 0] + bias > call.q_B2[:, 1]) & running_B & decides
             steps_B = torch.where(stops_B, index, steps_B)
             running_B = running_B & ~stops_B
             if not running_B.any():
