@@ -17,6 +17,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "step_embedding": "learned",
         "gradient_window": 2,
     },
+    "universal-halting": {
+        "family": "universal",
+        "n_steps": 4,
+        "halting": "token",
+        "input_injection": True,
+        "step_embedding": "learned",
+    },
     "hrm_lm": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 2},
     "hrm_lm-window": {"family": "hrm_lm", "n_cycles": 3, "fast_steps": 1, "gradient_window": 1},
     "hrm_lm-passes": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 2, "n_passes": 2},

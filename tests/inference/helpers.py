@@ -25,7 +25,7 @@ def small_model(family: str, **changes: Any) -> LanguageModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
+                parameter.normal_(std=1.0 * parameter.shape[1] ** -0.5, generator=generator)
         model.embedding.weight.normal_(std=0.1, generator=generator)
         model.norm.weight.fill_(4.0)
         model.embedding.weight[END] = 0

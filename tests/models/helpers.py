@@ -81,6 +81,8 @@ def observe(
 
 def _named(out: Any) -> dict[str, Tensor]:
     seen = {"logits": out.logits}
+    if out.steps_BL is not None:
+        seen["steps_BL"] = out.steps_BL
     for index, record in enumerate(out.stats):
         for kind in ("rms_BL", "change_BL", "gate_BL"):
             if getattr(record, kind) is not None:

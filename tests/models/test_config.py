@@ -31,6 +31,22 @@ RECURRENT: list[dict[str, Any]] = [
     {"exit_probability": 0.5},
     {"exit_probability": 1.0},
 ]
+HALTING: list[dict[str, Any]] = [
+    {},
+    {"epsilon": 0.2, "initial_bias": 3.0},
+    {"step_cost": 0.0},
+    {"target_depth": 2.5, "step_cost": 0.1},
+    {"exploration": 0.0},
+    {"exploration": 1.0},
+]
+FISH = {"input_layers": 1, "output_layers": 1, "H_layers": 1, "L_layers": 1, "max_steps": 3}
+FISH_OPTIONS: list[dict[str, Any]] = [
+    *HALTING,
+    {"positions": "learned"},
+    {"mlp": "gelu"},
+    {"H_layers": 2, "L_layers": 2, "H_cycles": 1, "L_cycles": 3},
+    {"max_steps": 1},
+]
 OWN: dict[str, list[dict[str, Any]]] = {
     "hrm_lm": [
         *[{"gate": gate} for gate in ("gru", "update_only", "none")],
@@ -46,8 +62,11 @@ OWN: dict[str, list[dict[str, Any]]] = {
         {"step_embedding": "learned"},
         {"step_embedding": "none"},
         {"step_embedding": "learned", "input_injection": True, "exit_probability": 0.5},
+        *[{"halting": "token", **own} for own in HALTING],
+        {"halting": "token", "n_steps": 1},
     ],
     "transformer": [{"n_layers": 1}, {"n_layers": 3}],
+    "cosmicfish": [{**FISH, **own} for own in FISH_OPTIONS],
 }
 
 
@@ -133,6 +152,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"family": "hrm_lm", "n_layers": 2}, "unknown key"),
     ({"family": "universal", "n_steps": 1, "exit_probability": 0.1}, "at least 2 steps"),
     ({"family": ["hrm_lm"]}, "unknown family"),
+    ({"family": "cosmicfish", "epsilon": 0}, "epsilon"),
+    ({"family": "cosmicfish", "epsilon": 1.0}, "epsilon"),
+    ({"family": "cosmicfish", "step_cost": -0.1}, "step_cost"),
+    ({"family": "cosmicfish", "exploration": 1.5}, "exploration"),
+    ({"family": "cosmicfish", "halting": "none"}, "halting"),
+    ({"family": "cosmicfish", "target_depth": 17}, "target_depth 17 exceeds the model's 16 steps"),
+    ({"family": "cosmicfish", "target_depth": 3, "step_cost": 0}, "no effect with step_cost 0"),
+    ({"family": "universal", "halting": "token", "target_depth": 13}, "target_depth 13 exceeds the model's 12 steps"),
+    ({"family": "universal", "halting": "token", "gradient_window": 4}, "before the window opens"),
+    ({"family": "universal", "halting": "token", "exit_probability": 0.1}, "exploration varies it"),
+    ({"family": "universal", "step_cost": 0.5, "epsilon": 0.1}, "epsilon, step_cost without effect"),
 ]
 
 

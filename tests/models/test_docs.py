@@ -9,7 +9,7 @@ import yaml
 from hrmlm.models import families, model_config
 
 PAGES = Path(__file__).parents[2] / "docs" / "families"
-UNSET = {"all", "from the data", "n_heads", "one per 64 channels", "4·D"}  # what stands for None
+UNSET = {"all", "from the data", "n_heads", "one per 64 channels", "4·D", "unset"}  # what stands for None
 
 
 def _page(family: str) -> str:

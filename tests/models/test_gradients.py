@@ -19,7 +19,11 @@ from tests.models.helpers import (
     step,
 )
 
-EXITS = [name for name, settings in FAMILIES.items() if "exit_probability" in type(build(name).config).model_fields]
+EXITS = [
+    name
+    for name in FAMILIES
+    if "exit_probability" in type(build(name).config).model_fields and not build(name).learns_depth
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,13 +19,14 @@ def test_loss_is_cross_entropy_of_the_logits(name: str) -> None:
         logits.flatten(0, 1), batch.targets_BL.flatten(), reduction="sum", ignore_index=IGNORE
     )
     assert float(last.task_nats) == pytest.approx(float(expected), rel=1e-6)
-    assert float(last.objective.detach()) == float(last.task_nats)
+    penalty = float(last.extra["step_cost"]) if model.learns_depth else 0.0
+    assert float(last.objective.detach()) == pytest.approx(float(last.task_nats) + penalty, rel=1e-6)
     assert last.objective.requires_grad
     assert not last.task_nats.requires_grad
     assert last.n_targets == 3 * 7
     assert last.counted
     assert last.depth == model.trained_depth
-    assert last.extra == {}
+    assert (last.extra == {}) == (not model.learns_depth)
     assert not any(partial.counted for partial in others)
 
 

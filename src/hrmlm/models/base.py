@@ -165,7 +165,6 @@ class LanguageModel(nn.Module, ABC):
 
     config: Any  # the family's own subclass of ModelConfig
     n_passes: int = 1
-    learns_depth: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -174,6 +173,11 @@ class LanguageModel(nn.Module, ABC):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+
+    @property
+    def learns_depth(self) -> bool:
+        """Whether positions decide how many steps they take."""
+        return False
 
     @property
     @abstractmethod
@@ -271,9 +275,9 @@ class LanguageModel(nn.Module, ABC):
             self._check_cache(cache, schedule, tokens_BL.shape, lengths_B)
         call = self._begin(tokens_BL, cache, lengths_B)
         call.stats = [] if stats else None
-        call.depth, call.halt_threshold = depth, halt_threshold
-        if halt_threshold is not None and not self.learns_depth:
-            raise UserError("halt_threshold: this model does not learn its depth; give a depth instead")
+        call.depth, call.halt_threshold, call.schedule = depth, halt_threshold, schedule
+        if halt_threshold is not None:
+            self._check_threshold(halt_threshold, depth)
         for state_BLD in self.states(tokens_BL, call, schedule):
             last_BLD = state_BLD
         if cache is not None:
@@ -284,6 +288,15 @@ class LanguageModel(nn.Module, ABC):
             rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
         return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL, call.q_B2)
+
+    def _check_threshold(self, halt_threshold: float, depth: int | None) -> None:
+        """Raises: UserError if the model cannot stop its positions at this sum of halting probabilities."""
+        if not self.learns_depth:
+            raise UserError("halt_threshold: this model does not learn its depth; give a depth instead")
+        if depth is not None:
+            raise UserError("depth and halt_threshold: a fixed depth leaves nothing to decide; give one of them")
+        if not 0 < halt_threshold <= 1:
+            raise UserError(f"halt_threshold {halt_threshold} must be above 0 and at most 1")
 
     def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
         B, L = tokens_BL.shape
@@ -326,7 +339,7 @@ class LanguageModel(nn.Module, ABC):
         depth = self._training_depth(rng)
         schedule = self.schedule(depth)
         call = self._begin(batch.inputs_BL, None, None)
-        call.backward_per_pass = True
+        call.backward_per_pass, call.schedule = True, schedule
         self.prepare_training(call, rng)
         for index, state_BLD in enumerate(self.states(batch.inputs_BL, call, schedule)):
             logits_BLV = self.readout(state_BLD)

@@ -32,7 +32,8 @@ class Application:
 @dataclass(frozen=True)
 class ApplicationStats:
     """What one application did, each (B, L): gate = share of the old state that was kept (None without a gate),
-    rms = root mean square of the new state, change = norm of (new − old) divided by norm of old."""
+    rms = root mean square of the new state, change = norm of (new − old) divided by norm of old; rms and change are 0
+    where the position had stopped."""
 
     name: str
     rms_BL: Tensor
@@ -48,14 +49,13 @@ class KeyHistory:
 
     def __init__(self, stride: int) -> None:
         self.stride = stride  # slots per outer step
-        self.running_BL: Tensor | None = None  # None in the first step, where all run
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def mix(self, slot: int, k_BHLK: Tensor, v_BHLK: Tensor) -> tuple[Tensor, Tensor]:
-        """New keys and values of running positions, kept ones of stopped positions."""
+    def mix(self, slot: int, k_BHLK: Tensor, v_BHLK: Tensor, running_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+        """New keys and values of running positions (None: all of them), kept ones of stopped positions."""
         place = slot % self.stride
-        if self.running_BL is not None:
-            running_B1L1 = self.running_BL[:, None, :, None]
+        if running_BL is not None:
+            running_B1L1 = running_BL[:, None, :, None]
             old_k, old_v = self._kept[place]
             k_BHLK, v_BHLK = torch.where(running_B1L1, k_BHLK, old_k), torch.where(running_B1L1, v_BHLK, old_v)
         self._kept[place] = (k_BHLK, v_BHLK)
@@ -79,11 +79,17 @@ class ForwardCall:
     depth: int | None = None  # outer steps that were asked for; None: as trained, learned halting included
     halt_threshold: float | None = None  # sum of halting probabilities that stops a position; None: as trained
     rows: Tensor | None = None  # which rows of the cache this call works on; None: all
-    history: "KeyHistory | None" = None
+    history: KeyHistory | None = None
+    running_BL: Tensor | None = None  # positions that have not stopped; None: all
+    schedule: list[Application] = field(default_factory=list)
     minimum_steps: int = 1  # of learned halting, in an exploring training batch
     steps_BL: Tensor | None = None  # result: outer steps executed
     step_cost_BL: Tensor | None = None  # result: steps + remainder, differentiable
     q_B2: Tensor | None = None  # result: last halting logits of whole sequences
+
+    def pick(self, x_BLD: Tensor) -> Tensor:
+        """The rows of a tensor of the whole batch that this call works on."""
+        return x_BLD if self.rows is None else x_BLD[self.rows.to(x_BLD.device)]
 
     def of_rows(self, rows: Tensor) -> "ForwardCall":
         """The call restricted to some rows: of batches in which only these go on."""
@@ -117,8 +123,23 @@ class ForwardCall:
         with torch.no_grad():
             old, new = old_BLD.float(), new_BLD.float()
             change_BL = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(1e-12)
+            rms_BL = new.square().mean(-1).sqrt()
+            if self.running_BL is not None:
+                rms_BL, change_BL = rms_BL * self.running_BL, change_BL * self.running_BL
             gate_BL = None if gate_BLD is None else gate_BLD.float().mean(-1)
-            self.stats.append(ApplicationStats(application.name, new.square().mean(-1).sqrt(), change_BL, gate_BL))
+            self.stats.append(ApplicationStats(application.name, rms_BL, change_BL, gate_BL))
+
+    def record_at(self, slot: int, old_BLD: Tensor, new_BLD: Tensor) -> None:
+        """`record` for the application that owns a slot."""
+        if self.stats is not None:
+            self.record(next(a for a in self.schedule if a.slot == slot), old_BLD, new_BLD)
+
+    def record_skipped(self, slots: range) -> None:
+        """Zeros for applications that no position executed, so that there is always one record per application."""
+        if self.stats is not None and slots:
+            nothing_BL = torch.zeros_like(self.stats[-1].rms_BL)
+            skipped = [a.name for a in self.schedule if a.slot in slots]
+            self.stats += [ApplicationStats(name, nothing_BL, nothing_BL, None) for name in skipped]
 
 
 def prepare_call(
@@ -180,7 +201,7 @@ class Attention(nn.Module):
         q_BHLK, k_BHLK, v_BHLK = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
         q_BHLK, k_BHPK, v_BHPK = rotate(q_BHLK, call), rotate(k_BHLK, call), v_BHLK
         if call.history is not None:
-            k_BHPK, v_BHPK = call.history.mix(slot, k_BHPK, v_BHPK)
+            k_BHPK, v_BHPK = call.history.mix(slot, k_BHPK, v_BHPK, call.running_BL)
         if call.cache is not None:
             k_BHPK, v_BHPK = call.cache.append(slot, call.positions_BL, k_BHPK, v_BHPK, call.rows)
         y_BHLK = F.scaled_dot_product_attention(

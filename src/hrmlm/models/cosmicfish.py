@@ -20,10 +20,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
-from hrmlm.models.base import LanguageModel, ModelConfig, Positive
+from hrmlm.models.base import INIT_STD, ModelConfig, Positive
 from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP
 from hrmlm.models.cache import KVCache
-from hrmlm.models.halting import AdaptiveDepth, HaltingConfig, HaltingHead, run_adaptive
+from hrmlm.models.halting import AdaptiveModel, HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 
 
@@ -48,8 +48,7 @@ class CosmicFishConfig(ModelConfig, HaltingConfig):
 
     @model_validator(mode="after")
     def _check_target(self) -> "CosmicFishConfig":
-        if self.target_depth is not None and self.target_depth > self.max_steps:
-            raise ValueError(f"target_depth {self.target_depth:g} exceeds max_steps {self.max_steps}")
+        self.check_target(self.max_steps)
         return self
 
     @property
@@ -76,11 +75,11 @@ class PostNormBlock(Block):
 
 
 @register(CosmicFishConfig)
-class CosmicFish(AdaptiveDepth, LanguageModel):
+class CosmicFish(AdaptiveModel):
     """Input blocks, a recurrent core of two levels with a halting head, output blocks."""
 
     config: CosmicFishConfig
-    learns_depth = True
+    halting: HaltingHead
 
     def __init__(self, config: CosmicFishConfig) -> None:
         super().__init__(config)
@@ -103,12 +102,10 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
         return self.config.input_layers + self.config.output_layers
 
     def init_weights(self) -> None:
-        """See LanguageModel.init_weights; start vectors from N(0, 0.02²), the halting logit at its initial bias."""
+        """See AdaptiveModel.init_weights; start vectors from N(0, 0.02²)."""
         super().init_weights()
-        with torch.no_grad():
-            for start in (self.H_init, self.L_init):
-                start.normal_(std=0.02)
-            self.halting.q.bias.copy_(torch.tensor([self.config.initial_bias, 0.0]))
+        for start in (self.H_init, self.L_init):
+            nn.init.normal_(start, std=INIT_STD)
 
     def build_schedule(self, depth: int) -> list[Application]:
         """Slots: input blocks, output blocks, then the core step by step; in order of execution."""
@@ -145,8 +142,10 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
         yield self._stack(self.output_blocks, core_BLD, call, self.config.input_layers)
 
     def _stack(self, layers: nn.ModuleList, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
-        for offset, layer in enumerate(layers):
-            x_BLD = layer(x_BLD, call, slot + offset)
+        for place, layer in enumerate(layers, start=slot):
+            new_BLD = layer(x_BLD, call, place)
+            call.record_at(place, x_BLD, new_BLD)
+            x_BLD = new_BLD
         return x_BLD
 
     def _outer_step(
@@ -164,13 +163,10 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
     def _token_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
         def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
             H_BLD, L_BLD = states
-            ours_BLD = x_BLD if call.rows is None else x_BLD[call.rows.to(x_BLD.device)]
-            return self._outer_step(index, H_BLD, L_BLD, ours_BLD, call)
+            return self._outer_step(index, H_BLD, L_BLD, call.pick(x_BLD), call)
 
-        threshold = 1 - self.config.epsilon if call.halt_threshold is None else call.halt_threshold
         start = (self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD))
-        slots = (self._core_slot, self.config.slots_per_step)
-        return run_adaptive(step, start, self.halting, call, self.config.max_steps, threshold, slots)
+        return self.adaptive_loop(step, start, call, (self._core_slot, self.config.slots_per_step))
 
     def _sequence_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
         """The released rule; a row that stopped is frozen. Counts the outer steps before the one that stopped it."""
@@ -183,16 +179,19 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
         decides = call.depth is None and last > 1  # of a single step the head has no say, as published
         steps_B = torch.full_like(running_B, last, dtype=torch.long)
         for index in range(last):
+            call.running_BL = running_B[:, None]
             new_H_BLD, new_L_BLD = self._outer_step(index, H_BLD, L_BLD, x_BLD, call)
             running_B11 = running_B[:, None, None]
             H_BLD, L_BLD = torch.where(running_B11, new_H_BLD, H_BLD), torch.where(running_B11, new_L_BLD, L_BLD)
-            call.q_B2 = self.halting.logits(H_BLD.mean(dim=1))
+            call.q_B2 = self.halting.q(H_BLD.mean(dim=1))
             stops_B = (call.q_B2[:, 0] + bias > call.q_B2[:, 1]) & running_B & decides
             steps_B = torch.where(stops_B, index, steps_B)
             running_B = running_B & ~stops_B
             if not running_B.any():
                 break
-        call.steps_BL = steps_B[:, None].expand(x_BLD.shape[:2])
+        slot, stride = self._core_slot, self.config.slots_per_step
+        call.record_skipped(range(slot + (index + 1) * stride, slot + last * stride))
+        call.running_BL, call.steps_BL = None, steps_B[:, None].expand(x_BLD.shape[:2])
         return H_BLD
 
     def losses(self, batch: Any, rng: random.Random | None = None) -> Iterator[Any]:
@@ -200,14 +199,6 @@ class CosmicFish(AdaptiveDepth, LanguageModel):
         if self.config.halting == "sequence":
             raise UserError("halting 'sequence' gives its head no gradient and is not trained; use halting: token")
         return super().losses(batch, rng)
-
-    def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
-        """See LanguageModel.prepare_training: exploration."""
-        self.explore(call, self.config.max_steps, rng)
-
-    def penalties(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See LanguageModel.penalties: the step cost."""
-        return self.step_penalty(call, scored_BL)
 
     def new_cache(
         self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None

@@ -11,13 +11,14 @@ Shapes: B rows, L positions, D width.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.config import StrictConfig
+from hrmlm.models.base import LanguageModel
 from hrmlm.models.blocks import ForwardCall, KeyHistory
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -44,23 +45,32 @@ class HaltingConfig(StrictConfig):
             raise ValueError("target_depth has no effect with step_cost 0")
         return self
 
+    def check_target(self, most: int) -> None:
+        """Raises: ValueError if target_depth cannot be reached in `most` steps."""
+        if self.target_depth is not None and self.target_depth > most:
+            raise ValueError(f"target_depth {self.target_depth:g} exceeds the model's {most} steps")
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 at least, whatever the precision of the rest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
 
 class HaltingHead(nn.Module):
-    """Two logits per position, halt and continue, computed in float32 whatever the precision of the rest."""
+    """Two logits per position, halt and continue, in float32."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.q = nn.Linear(d_model, 2)
-
-    def logits(self, state_BLD: Tensor) -> Tensor:
-        """(…, D) → (…, 2): halt, continue."""
-        with torch.autocast(state_BLD.device.type, enabled=False):
-            bias = self.q.bias.float()
-            return nn.functional.linear(state_BLD.float(), self.q.weight.float(), bias)
+        self.q = Float32Linear(d_model, 2)
 
     def forward(self, state_BLD: Tensor) -> Tensor:
         """Probability to halt now, (B, L): σ(halt − continue)."""
-        halt_BL, continue_BL = self.logits(state_BLD).unbind(-1)
+        halt_BL, continue_BL = self.q(state_BLD).unbind(-1)
         return torch.sigmoid(halt_BL - continue_BL)
 
 
@@ -90,15 +100,15 @@ class Halting:
             running_BL=torch.ones_like(zeros_BL, dtype=torch.bool),
         )
 
-    def advance(self, state_BLD: Tensor, p_BL: Tensor, threshold: float, may_stop: bool, must_stop: bool) -> "Halting":
+    def advance(self, state_BLD: Tensor, p_BL: Tensor, threshold: float, share: float, must_stop: bool) -> "Halting":
         """After one more outer step of the running positions.
 
-        p_BL: their halting probabilities; may_stop: False while a minimum number of steps is not reached, where
-        nothing may be spent either; must_stop: this is the last step.
+        p_BL: their halting probabilities; share: how much of them counts, below 1 where nobody may stop yet;
+        must_stop: this is the last step.
         """
-        p_BL = p_BL if may_stop else torch.zeros_like(p_BL)
+        p_BL = share * p_BL
         total_BL = self.total_BL + p_BL
-        stops_BL = torch.ones_like(self.running_BL) if must_stop else (total_BL >= threshold) & may_stop
+        stops_BL = torch.ones_like(self.running_BL) if must_stop else (total_BL >= threshold) & (share == 1)
         stops_BL = stops_BL & self.running_BL
         remainder_BL = 1 - self.total_BL
         weight_BL = torch.where(stops_BL, remainder_BL, p_BL) * self.running_BL
@@ -134,26 +144,40 @@ def run_adaptive(
     """
     halting = Halting.start(states[0])
     last = call.depth or max_steps
-    decoding = call.cache is not None and states[0].shape[1] == 1
+    # Statistics are recorded of all rows, so all are computed where they are asked for.
+    decoding = call.cache is not None and states[0].shape[1] == 1 and call.stats is None
     call.history = None if decoding else KeyHistory(slots[1])
     for index in range(last):
+        call.running_BL = halting.running_BL if index else None
         if decoding:
             states = _step_rows(step, index, states, call, halting.running_BL[:, 0])
         else:
             new = step(index, states, call)
             running_BL1 = halting.running_BL[..., None]
             states = tuple(torch.where(running_BL1, after, before) for after, before in zip(new, states, strict=True))
-        may_stop = index + 1 >= (call.depth or call.minimum_steps)
-        halting = halting.advance(states[0], head(states[0]), threshold, may_stop, index + 1 == last)
+        share = _share(index + 1, call)
+        halting = halting.advance(states[0], head(states[0]), threshold, share, index + 1 == last)
         if not halting.running_BL.any():
             break
-        if call.history is not None:
-            call.history.running_BL = halting.running_BL
-    call.history = None
+    call.record_skipped(range(slots[0] + (index + 1) * slots[1], slots[0] + last * slots[1]))
+    call.history = call.running_BL = None
     if call.cache is not None:
         call.cache.carry(call.positions_BL, *slots, halting.steps_BL)
     call.steps_BL, call.step_cost_BL = halting.steps_BL, halting.cost_BL()
     return halting.output_BLD
+
+
+def _share(step: int, call: ForwardCall) -> float:
+    """How much of the halting probabilities counts at a step, from 1.
+
+    Nothing before the last step of a fixed depth, whose output is its last state. In an exploring batch so much that at
+    least half of the weight is left at the minimum number of steps: what earlier steps get still tells the head whether
+    going on was worth it. Without that, a head that stops everything at step 1 would never hear of anything else, as
+    the one weight of such a position is 1 whatever p is.
+    """
+    if call.depth is not None:
+        return float(step == call.depth)
+    return 1.0 if step >= call.minimum_steps else 0.5 / (call.minimum_steps - 1)
 
 
 def _step_rows(
@@ -171,21 +195,46 @@ def _step_rows(
     return tuple(before.index_copy(0, rows, after.to(before.dtype)) for after, before in zip(new, states, strict=True))
 
 
-class AdaptiveDepth:
-    """Mixed into a family whose depth is learned: exploration and step cost of its training. Needs `config`."""
+class AdaptiveModel(LanguageModel):
+    """A family that learns its depth where its configuration says `halting: token`: exploration and step cost of its
+    training. Its configuration is a HaltingConfig, its head is `self.halting`, its most steps are `trained_depth`."""
 
-    config: Any
+    halting: HaltingHead | None
 
-    def explore(self, call: ForwardCall, max_steps: int, rng: random.Random | None) -> None:
-        """Give a share of the training batches a random minimum number of steps."""
-        if rng is not None and max_steps > 1 and rng.random() < self.config.exploration:
-            call.minimum_steps = rng.randint(2, max_steps)
+    @property
+    def learns_depth(self) -> bool:
+        """Whether positions decide how many steps they take."""
+        return self.config.halting == "token"
 
-    def step_penalty(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Penalty in the objective, a sum over scored tokens, and sums for the record.
+    def init_weights(self) -> None:
+        """See LanguageModel.init_weights; the halting logit starts at its initial bias."""
+        super().init_weights()
+        if self.halting is not None:
+            with torch.no_grad():
+                self.halting.q.bias.copy_(torch.tensor([self.config.initial_bias, 0.0]))
 
-        scored_BL: which positions have a target. Weighted by token like the loss itself.
-        """
+    def adaptive_loop(
+        self,
+        step: Callable[[int, tuple[Tensor, ...], ForwardCall], tuple[Tensor, ...]],
+        states: tuple[Tensor, ...],
+        call: ForwardCall,
+        slots: tuple[int, int],
+    ) -> Tensor:
+        """`run_adaptive` with the settings of this model and this call."""
+        assert self.halting is not None
+        threshold = 1 - self.config.epsilon if call.halt_threshold is None else call.halt_threshold
+        return run_adaptive(step, states, self.halting, call, self.trained_depth, threshold, slots)
+
+    def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
+        """Exploration: give a share of the training batches a random minimum number of steps."""
+        most = self.trained_depth
+        if self.learns_depth and rng is not None and most > 1 and rng.random() < self.config.exploration:
+            call.minimum_steps = rng.randint(2, most)
+
+    def penalties(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """See LanguageModel.penalties: the step cost, weighted by token like the loss itself."""
+        if not self.learns_depth:
+            return super().penalties(call, scored_BL)
         assert call.step_cost_BL is not None
         assert call.steps_BL is not None
         cost = call.step_cost_BL[scored_BL].sum()

@@ -1,5 +1,7 @@
 """`universal`: one block applied M times (Dehghani et al. 2018, flat sharing). The baseline without a hierarchy.
 
+With `halting: token` every position decides how often, M at most: the adaptive Universal Transformer (see halting.py).
+
 Shapes: B rows, L positions, D width.
 """
 
@@ -10,19 +12,22 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
-from hrmlm.models.base import LanguageModel, Positive, RecurrentConfig
+from hrmlm.models.base import Positive, RecurrentConfig
 from hrmlm.models.blocks import Application, ForwardCall
+from hrmlm.models.halting import AdaptiveModel, HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 
 
-class UniversalConfig(RecurrentConfig):
+class UniversalConfig(RecurrentConfig, HaltingConfig):
     """n_steps: M, how often the block is applied; input_injection: add the token embedding before each application;
-    step_embedding: add a learned vector of the step's number before each application."""
+    step_embedding: add a learned vector of the step's number before each application; halting: "none", or "token": each
+    position decides how often, M at most."""
 
     family: Literal["universal"] = "universal"
     n_steps: Positive = 12
     input_injection: bool = False
     step_embedding: Literal["none", "learned"] = "none"
+    halting: Literal["none", "token"] = "none"
 
     @property
     def total_steps(self) -> int:
@@ -35,10 +40,28 @@ class UniversalConfig(RecurrentConfig):
             raise ValueError("exit_probability needs at least 2 steps")
         return self
 
+    @model_validator(mode="after")
+    def _check_halting(self) -> "UniversalConfig":
+        if self.halting == "none":
+            changed = sorted(HaltingConfig.model_fields.keys() & self.model_fields_set)
+            changed = [name for name in changed if getattr(self, name) != HaltingConfig.model_fields[name].default]
+            if changed:
+                raise ValueError(f"{', '.join(changed)} without effect: halting is none")
+            return self
+        if self.window < self.n_steps:
+            raise ValueError(
+                f"halting with gradient_window {self.window} of {self.n_steps} steps: what stops before the window "
+                "opens would teach the block nothing; leave gradient_window unset"
+            )
+        if self.exit_probability:
+            raise ValueError("exit_probability with halting: depth is learned already; exploration varies it")
+        self.check_target(self.n_steps)
+        return self
+
 
 @register(UniversalConfig)
-class UniversalTransformer(LanguageModel):
-    """One pre-norm block, M times: V·D + 16·D² weights."""
+class UniversalTransformer(AdaptiveModel):
+    """One pre-norm block, M times: V·D + 16·D² weights, and 2·D + 2 of a halting head."""
 
     config: UniversalConfig
 
@@ -46,6 +69,7 @@ class UniversalTransformer(LanguageModel):
         super().__init__(config)
         self.block = config.block()
         self.steps = nn.Embedding(config.n_steps, config.d_model) if config.step_embedding == "learned" else None
+        self.halting = HaltingHead(config.d_model) if config.halting == "token" else None
 
     @property
     def trained_depth(self) -> int:
@@ -80,14 +104,26 @@ class UniversalTransformer(LanguageModel):
     def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
         """See LanguageModel.states."""
         embedded_BLD = h_BLD = self.embed(tokens_BL)
+        if self.learns_depth:
+            yield self._adaptive(embedded_BLD, call, schedule)
+            return
         for application in schedule:
             with call.application(application):
-                input_BLD = h_BLD
-                if self.config.input_injection:
-                    input_BLD = input_BLD + embedded_BLD
-                if self.steps is not None:
-                    input_BLD = input_BLD + self.steps.weight[application.slot]
-                new_BLD = self.block(input_BLD, call, application.slot)
-                call.record(application, h_BLD, new_BLD)
-                h_BLD = new_BLD
+                h_BLD = self._run(application, h_BLD, embedded_BLD, call)
         yield h_BLD
+
+    def _run(self, application: Application, h_BLD: Tensor, embedded_BLD: Tensor, call: ForwardCall) -> Tensor:
+        input_BLD = h_BLD
+        if self.config.input_injection:
+            input_BLD = input_BLD + embedded_BLD
+        if self.steps is not None:
+            input_BLD = input_BLD + self.steps.weight[application.slot]
+        new_BLD = self.block(input_BLD, call, application.slot)
+        call.record(application, h_BLD, new_BLD)
+        return new_BLD
+
+    def _adaptive(self, embedded_BLD: Tensor, call: ForwardCall, schedule: list[Application]) -> Tensor:
+        def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
+            return (self._run(schedule[index], states[0], call.pick(embedded_BLD), call),)
+
+        return self.adaptive_loop(step, (embedded_BLD,), call, (0, 1))
