@@ -33,6 +33,17 @@ def test_rows_are_frozen_where_they_stop() -> None:
 
 
 @torch.no_grad()
+def test_padding_takes_no_part_in_the_mean() -> None:
+    model = sequence_model()
+    tokens_BL, lengths_B = random_tokens(model, 12, 9), torch.arange(12) % 9 + 1
+    padded = model(tokens_BL, lengths_B=lengths_B)
+    for row, length in enumerate(lengths_B.tolist()):
+        alone = model(tokens_BL[row : row + 1, :length])
+        torch.testing.assert_close(padded.logits[row, :length], alone.logits[0], atol=1e-5, rtol=0)
+        assert int(padded.steps_BL[row, 0]) == int(alone.steps_BL[0, 0])
+
+
+@torch.no_grad()
 def test_it_is_not_causal() -> None:
     """O3: later tokens decide how deep earlier ones are processed. With a fixed depth they do not."""
     model = sequence_model()

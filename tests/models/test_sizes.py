@@ -18,6 +18,7 @@ PUBLISHED = [
     ({"family": "transformer", "d_model": 4096, "n_layers": 4}, 1_280),
     ({"family": "transformer", "d_model": 4096, "n_layers": 12}, 3_430),
     ({"family": "universal", "d_model": 7296, "n_steps": 12}, 1_218),
+    ({"family": "cosmicfish", "vocab_size": 50_304, "d_model": 448, "n_heads": 8, "n_kv_heads": 4}, 82.77),
 ]
 
 
@@ -46,7 +47,7 @@ def test_two_speed_formula(gate: str, matrices: int, biases: int) -> None:
 
 
 def test_stored_weights_do_not_grow_with_depth() -> None:
-    for family, depth in (("hrm_lm", "n_cycles"), ("universal", "n_steps")):
+    for family, depth in (("hrm_lm", "n_cycles"), ("universal", "n_steps"), ("cosmicfish", "max_steps")):
         assert len({_count(_on_meta({"family": family, depth: steps})) for steps in (1, 3, 50)}) == 1
 
 
@@ -58,3 +59,14 @@ def test_stacked_and_flat_formulas() -> None:
     assert _count(_on_meta(learned)) == GPT2 * D + 16 * D * D + (3 + 5) * D
     grouped = {"family": "transformer", "d_model": D, "n_layers": 1, "n_heads": 4, "n_kv_heads": 1, "hidden": 200}
     assert _count(_on_meta(grouped)) == GPT2 * D + (2 * D + 2 * D // 4) * D + 3 * 200 * D + 3 * D
+
+
+def test_formula_of_learned_depth() -> None:
+    D, context = 128, 32
+    halting = {"family": "universal", "d_model": D, "halting": "token"}
+    assert _count(_on_meta(halting)) == GPT2 * D + 16 * D * D + 3 * D + 2 * D + 2
+    layers = {"input_layers": 1, "output_layers": 2, "H_layers": 3, "L_layers": 4, "n_heads": 4}
+    grouped = {"family": "cosmicfish", "d_model": D, **layers, "n_kv_heads": 2}
+    assert _count(_on_meta(grouped)) == GPT2 * D + 10 * (15 * D * D + 2 * D) + 5 * D + 2
+    other = {"family": "cosmicfish", "d_model": D, **layers, "mlp": "gelu", "positions": "learned", "context": context}
+    assert _count(_on_meta(other)) == GPT2 * D + 10 * (12 * D * D + 2 * D) + 5 * D + 2 + context * D

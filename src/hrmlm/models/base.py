@@ -315,7 +315,7 @@ class LanguageModel(nn.Module, ABC):
             )
         head_dim = self.config.d_model // self.config.heads
         call = prepare_call(B, L, head_dim, self.config.rope_theta, tokens_BL.device, cache)
-        call.truncate_gradient = self.training
+        call.truncate_gradient, call.lengths_B = self.training, lengths_B
         return call
 
     @staticmethod

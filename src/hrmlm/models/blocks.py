@@ -71,6 +71,7 @@ class ForwardCall:
     positions_BL: Tensor
     mask_B1LP: Tensor | None  # None: plain causal attention
     is_causal: bool
+    lengths_B: Tensor | None = None  # how many of the new tokens of each row are real; None: all
     is_rotary: bool = True
     cache: KVCache | None = None
     truncate_gradient: bool = False

@@ -183,7 +183,7 @@ class CosmicFish(AdaptiveModel):
             new_H_BLD, new_L_BLD = self._outer_step(index, H_BLD, L_BLD, x_BLD, call)
             running_B11 = running_B[:, None, None]
             H_BLD, L_BLD = torch.where(running_B11, new_H_BLD, H_BLD), torch.where(running_B11, new_L_BLD, L_BLD)
-            call.q_B2 = self.halting.q(H_BLD.mean(dim=1))
+            call.q_B2 = self.halting.q(_mean(H_BLD, call.lengths_B))
             stops_B = (call.q_B2[:, 0] + bias > call.q_B2[:, 1]) & running_B & decides
             steps_B = torch.where(stops_B, index, steps_B)
             running_B = running_B & ~stops_B
@@ -207,3 +207,12 @@ class CosmicFish(AdaptiveModel):
         if self.config.halting == "sequence":
             raise UserError("halting 'sequence' looks at the whole text and cannot be cached; generate with --no-cache")
         return super().new_cache(batch_size, max_length, depth, dtype)
+
+
+def _mean(x_BLD: Tensor, lengths_B: Tensor | None) -> Tensor:
+    """Mean over the real positions of each row, (B, D)."""
+    if lengths_B is None:
+        return x_BLD.mean(dim=1)
+    lengths_B1 = lengths_B.to(x_BLD.device)[:, None]
+    real_BL1 = (torch.arange(x_BLD.shape[1], device=x_BLD.device) < lengths_B1)[..., None]
+    return (x_BLD * real_BL1).sum(dim=1) / lengths_B1
