@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hrmlm.cli_probe import evaluator, import_command
+from hrmlm.cli_probe import probe as probe_commands
 from hrmlm.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +22,10 @@ app = typer.Typer(
 # Older releases of typer use click, newer ones a copy of their own: this finds the class in either.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+HaltThreshold = Annotated[
+    float | None,
+    typer.Option(help="Stop a position when its halting probabilities sum to this (default: as trained)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs instead of a table.")]
 
 
@@ -191,40 +197,30 @@ def evaluate(
     stride: Annotated[int | None, typer.Option(help="Tokens scored per window (default: the window).")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass; no influence on the result.")] = 8,
     depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
+    halt_threshold: HaltThreshold = None,
     as_json: Json = False,
 ) -> None:
     """Score text: nats per token, perplexity and bits per byte, all from one total.
 
     Example: hrmlm evaluate runs/demo/hrm-lm --data data/book --stride 64
     """
-    from hrmlm.checkpoint import load_model, load_tokenizer
-    from hrmlm.data.tokens import PreparedData
-    from hrmlm.evaluation.loss import evaluate_data, evaluate_file, show
+    from hrmlm.checkpoint import load_model
+    from hrmlm.evaluation.loss import show
+    from hrmlm.steps import check_depth
     from hrmlm.training.run import resolve_checkpoint
 
     source = resolve_checkpoint(checkpoint)
-    tokenizer = load_tokenizer(source)
-    settings: dict[str, Any] = {
-        "window": window,
-        "stride": stride,
-        "batch_size": batch_size,
-        "depth": depth,
-        "checkpoint": str(source.path),
-        "progress": sys.stderr.isatty(),
-    }
     model = load_model(source)
-    if depth is not None and depth > model.trained_depth:
-        print(f"warning: depth {depth} is beyond the {model.trained_depth} the model was trained at", file=sys.stderr)
-    if data.is_dir():
-        prepared = PreparedData.open(data)
-        if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise UserError(
-                f"{source.path} was trained with tokenizer {tokenizer.fingerprint} and {data} was prepared with "
-                f"{prepared.tokenizer.fingerprint}; prepare the text with --tokenizer {source.path}/tokenizer.json"
-            )
-        report = evaluate_data(model, prepared, split, data_path=str(data), **settings)
-    else:
-        report = evaluate_file(model, data, tokenizer, **settings)
+    check_depth(model, depth, halt_threshold)
+    _warn_of_depth(model, depth)
+    report = evaluator(model, source, data, split)(
+        window=window,
+        stride=stride,
+        batch_size=batch_size,
+        depth=depth,
+        halt_threshold=halt_threshold,
+        progress=sys.stderr.isatty(),
+    )
     if as_json:
         return _print_json(report.to_dict())
     from rich.console import Console
@@ -244,6 +240,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
     cache: Annotated[bool, typer.Option(help="Keep keys and values: the same text, much faster.")] = True,
+    depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
+    halt_threshold: HaltThreshold = None,
+    show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour each token by the steps it took.")] = False,
     as_json: Json = False,
 ) -> None:
     """Continue text with a trained model.
@@ -252,9 +251,11 @@ def generate(
     """
     from hrmlm.checkpoint import load_model, load_tokenizer
     from hrmlm.files import read_text
+    from hrmlm.inference.generation import Engine, stream
     from hrmlm.inference.generation import generate as run
-    from hrmlm.inference.generation import stream
     from hrmlm.inference.rows import GenerationOptions
+    from hrmlm.inference.show import show_depths
+    from hrmlm.steps import check_depth
     from hrmlm.training.run import resolve_checkpoint
 
     texts = list(prompt or [])
@@ -270,10 +271,16 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
         "cache": cache,
+        "depth": depth,
+        "halt_threshold": halt_threshold,
     }
     options = GenerationOptions.parse(settings, "generate")
     source = resolve_checkpoint(checkpoint)
     model, tokenizer = load_model(source), load_tokenizer(source)
+    check_depth(model, depth, halt_threshold)
+    _warn_of_depth(model, depth)
+    if show_depth and not as_json:
+        return show_depths(Engine(model, tokenizer, texts, options), texts, depth or model.trained_depth)
     if len(texts) == 1 and not as_json:
         events = stream(model, tokenizer, texts[0], options)  # refuses a bad prompt before anything is printed
         print(texts[0], end="", flush=True)
@@ -285,6 +292,17 @@ def generate(
         return _print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
     for text, completion in zip(texts, completions, strict=True):
         print(f"{text}{completion.text}\n")
+
+
+def _warn_of_depth(model: Any, depth: int | None) -> None:
+    from hrmlm.steps import depth_warning
+
+    if warning := depth_warning(model, depth):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+app.command("import")(import_command)
+app.add_typer(probe_commands, name="probe")
 
 
 @app.command()

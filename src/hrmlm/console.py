@@ -19,7 +19,8 @@ class TrainingBar(Reporter):
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  valid {task.fields[valid]}  {task.fields[rate]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}  valid {task.fields[valid]}{task.fields[steps]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -27,30 +28,41 @@ class TrainingBar(Reporter):
             disable=not ERRORS.is_terminal,
         )
         self._mean: float | None = None
+        self._mean_steps: float | None = None
 
     def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
         """See Reporter."""
         for note in notes:
             ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False)
         self._task = self._progress.add_task(
-            self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", rate="–"
+            self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", steps="", rate="–"
         )
         self._progress.start()
 
     def step(self, result: StepResult, tokens_per_second: float) -> None:
         """See Reporter. The loss shown is an exponential mean, as single batches jump."""
         if result.updated:
-            self._mean = result.loss if self._mean is None else 0.9 * self._mean + 0.1 * result.loss
+            self._mean = _smooth(self._mean, result.loss)
+            self._mean_steps = _smooth(self._mean_steps, result.mean_steps)
         shown = "–" if self._mean is None else f"{self._mean:.3f}"
-        self._progress.update(self._task, completed=result.step, loss=shown, rate=f"{tokens_per_second:,.0f}")
+        steps = "" if self._mean_steps is None else f"  steps {self._mean_steps:.2f}"
+        rate = f"{tokens_per_second:,.0f}"
+        self._progress.update(self._task, completed=result.step, loss=shown, steps=steps, rate=rate)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None, is_best: bool) -> None:
         """See Reporter."""
         self._progress.update(self._task, valid=f"{loss:.3f}")
         if not ERRORS.is_terminal:
             bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-            ERRORS.print(f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}", highlight=False)
+            depth = "" if self._mean_steps is None else f", {self._mean_steps:.2f} steps per token"
+            text = f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}{depth}"
+            ERRORS.print(text, highlight=False)
 
     def stop(self) -> None:
         """See Reporter."""
         self._progress.stop()
+
+
+def _smooth(mean: float | None, value: float | None) -> float | None:
+    """Exponential mean; None as long as there is no value."""
+    return value if mean is None or value is None else 0.9 * mean + 0.1 * value

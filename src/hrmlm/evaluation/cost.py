@@ -31,6 +31,7 @@ class CostReport:
     parameters: trainable numbers, shared and tied ones once. weight_bytes: of all saved tensors, by data type.
     applications: block calls per token in evaluation, in order `schedule`; `applications_in_window` of them get
     gradient in training. kv_cache_bytes_*: of one sequence, by data type; `_context` at the full context.
+    depth_is_learned: positions may stop earlier, so applications and FLOPs are the most there can be.
     """
 
     family: str
@@ -49,6 +50,7 @@ class CostReport:
     training_attention_flops_per_token: float
     kv_cache_bytes_per_token: dict[str, int]
     kv_cache_bytes_context: dict[str, int]
+    depth_is_learned: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as values for JSON."""
@@ -85,7 +87,8 @@ def cost_of(
 def cost(model: LanguageModel, length: int | None = None, depth: int | None = None) -> CostReport:
     """Costs of a model on any device (the meta device is enough).
 
-    length: tokens per sequence (default: the context). depth: cycles or steps instead of the trained number.
+    length: tokens per sequence (default: the context). depth: cycles or steps instead of the trained number. Of a model
+    that learns its depth these are the costs of the most steps.
     Raises: UserError for a length outside 1..context.
     """
     context = model.config.context
@@ -95,6 +98,8 @@ def cost(model: LanguageModel, length: int | None = None, depth: int | None = No
     schedule = model.schedule(depth)
     blocks = {item.module: _module_flops(model.get_submodule(item.module), length) for item in schedule}
     head = _Flops(2.0 * model.config.d_model * model.config.n_predicted)
+    if (halting := getattr(model, "halting", None)) is not None:  # read once after each outer step
+        head += _module_flops(halting, length) * (model.trained_depth if depth is None else depth)
     forward = sum((blocks[item.module] for item in schedule), head)
     training = head * (3.0 * model.n_passes)
     for item in schedule + _repeated_in_training(schedule, model.n_passes):
@@ -118,6 +123,7 @@ def cost(model: LanguageModel, length: int | None = None, depth: int | None = No
         training_attention_flops_per_token=training.attention,
         kv_cache_bytes_per_token=kv_bytes,
         kv_cache_bytes_context={name: size * context for name, size in kv_bytes.items()},
+        depth_is_learned=model.learns_depth and depth is None,
     )
 
 
@@ -163,14 +169,15 @@ def show(report: CostReport, console: "Console", name: str | None = None) -> Non
 def _lines(report: CostReport) -> list[tuple[str, str]]:
     """Rows of the table."""
     window = f"{report.applications_in_window} of {report.applications}"
+    most = " (at most)" if report.depth_is_learned else ""
     lines = [
         ("parameters", f"{report.parameters:,} ({_short(report.parameters)})"),
         ("  of these in the embedding", f"{report.embedding_parameters:,}"),
         *((f"weights, {dtype}", f"{size / 1e6:,.2f} MB") for dtype, size in report.weight_bytes.items()),
-        ("block applications per token", f"{report.applications}"),
+        (f"block applications per token{most}", f"{report.applications}"),
         ("  in the gradient window", window),
-        ("forward FLOPs per token", _short(report.forward_flops_per_token)),
-        ("training FLOPs per token", _short(report.training_flops_per_token)),
+        (f"forward FLOPs per token{most}", _short(report.forward_flops_per_token)),
+        (f"training FLOPs per token{most}", _short(report.training_flops_per_token)),
     ]
     for dtype, size in report.kv_cache_bytes_per_token.items():
         full = report.kv_cache_bytes_context[dtype]

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 import hrmlm
 from hrmlm.errors import UserError
 from hrmlm.evaluation.report import EndMarks, LossReport, show
-from hrmlm.evaluation.scoring import DocumentScore, Ids, score_documents, score_tokens
+from hrmlm.evaluation.scoring import DocumentScore, Ids, StreamScore, score_documents, score_stream, score_tokens
 from hrmlm.evaluation.words import count_words
 from hrmlm.models.base import LanguageModel
+from hrmlm.steps import StepCounts, halting_rule
 
 if TYPE_CHECKING:
     from hrmlm.data.tokenizer import Tokenizer
@@ -26,10 +27,12 @@ __all__ = [
     "DocumentScore",
     "EndMarks",
     "LossReport",
+    "StreamScore",
     "evaluate_data",
     "evaluate_file",
     "evaluate_ids",
     "score_documents",
+    "score_stream",
     "score_tokens",
     "show",
 ]
@@ -51,6 +54,8 @@ def evaluate_ids(
     stride: int | None = None,
     batch_size: int = 8,
     depth: int | None = None,
+    halt_threshold: float | None = None,
+    first_tokens: int | None = None,
     data: str | None = None,
     data_path: str | None = None,
     split: str | None = None,
@@ -59,20 +64,28 @@ def evaluate_ids(
 ) -> LossReport:
     """Loss on a stream of ids. An end-of-text mark is put in front as context, so that every id given is scored.
 
-    window, stride, batch_size, depth, progress: as in `score_tokens`. The rest are names for the report; data: a
-    fingerprint (None: one of the ids).
+    window, stride, batch_size, depth, halt_threshold, progress: as in `score_stream`. first_tokens: look at so many ids
+    only. The rest are names for the report; data: a fingerprint (None: one of the ids).
     Raises: UserError for bad settings or ids that the model cannot predict.
     """
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
-    _check_tokenizer(tokenizer, ids := np.asarray(ids))
+    _check_tokenizer(tokenizer, ids := np.asarray(ids)[:first_tokens])
     stream = np.concatenate([[tokenizer.end_of_text], ids]).astype(np.int64)
-    nats = score_tokens(
-        model, stream, window=window, stride=stride, batch_size=batch_size, depth=depth, progress=progress
+    nats, steps, positions = score_stream(
+        model,
+        stream,
+        window=window,
+        stride=stride,
+        batch_size=batch_size,
+        depth=depth,
+        halt_threshold=halt_threshold,
+        progress=progress,
     )
     bytes_per_token = tokenizer.token_bytes[stream[1:]]
     text = bytes_per_token > 0
     parameter = next(model.parameters())
+    rule, threshold = halting_rule(model, depth, halt_threshold)
     return LossReport(
         total_nats=float(nats[text].sum()),
         tokens=int(text.sum()),
@@ -84,6 +97,10 @@ def evaluate_ids(
         batch_size=batch_size,
         depth=depth,
         schedule=tuple(application.name for application in model.schedule(depth)),
+        halting=rule,
+        halt_threshold=threshold,
+        steps=None if steps is None else StepCounts.of(steps[text], positions[text]),
+        first_tokens=first_tokens,
         precision=_precision(parameter),
         device=_device(parameter.device),
         tokenizer=tokenizer.fingerprint,

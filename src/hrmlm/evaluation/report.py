@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hrmlm.steps import StepCounts
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,6 +27,10 @@ class LossReport:
     `words` whitespace-separated words (None: text not known). end_marks: the marks left out of these.
     The other fields are the settings that reproduce the numbers: `data` and `tokenizer` are fingerprints, `depth` is
     None for the trained schedule, and `schedule` lists the block applications that were run for each window.
+
+    Of models that decide their depth: `steps` counts the outer steps of the positions that predicted these tokens,
+    `halting` is the rule that decided them and `halt_threshold` its threshold (see `hrmlm.steps.halting_rule`), and
+    `schedule` lists what runs at most. first_tokens: how many tokens of the text were looked at (None: all).
     """
 
     total_nats: float
@@ -45,6 +51,10 @@ class LossReport:
     split: str | None = None
     checkpoint: str | None = None
     rule: str = ""
+    halting: str | None = None
+    halt_threshold: float | None = None
+    steps: StepCounts | None = None
+    first_tokens: int | None = None
     hrmlm_version: str = ""
     torch_version: str = ""
 
@@ -91,6 +101,7 @@ class LossReport:
             "word_perplexity": self.word_perplexity,
             "bits_per_byte": self.bits_per_byte,
             "end_marks": {"count": self.end_marks.count, "nats": self.end_marks.nats},
+            "steps": None if self.steps is None else self.steps.to_dict(),
             "notes": self.notes,
             "checkpoint": self.checkpoint,
             "data": self.data,
@@ -102,6 +113,9 @@ class LossReport:
             "batch_size": self.batch_size,
             "depth": self.depth,
             "schedule": list(self.schedule),
+            "halting": self.halting,
+            "halt_threshold": self.halt_threshold,
+            "first_tokens": self.first_tokens,
             "precision": self.precision,
             "device": self.device,
             "rule": self.rule,
@@ -122,7 +136,9 @@ def show(report: LossReport, console: "Console") -> None:
         table.add_row(name, value)
     console.print(table)
     settings = f"window {report.window}, stride {report.stride}, {report.precision} on {report.device}"
-    console.print(f"{settings}; {len(report.schedule)} block applications per token; rule: {report.rule}.")
+    at_most = "at most " if report.halting not in (None, "fixed") else ""
+    depth = f"{at_most}{len(report.schedule)} block applications per token{_halting(report)}"
+    console.print(f"{settings}; {depth}; rule: {report.rule}.")
     for note in report.notes:
         console.print(f"Note: {note}.")
 
@@ -141,6 +157,18 @@ def _lines(report: LossReport) -> Iterator[tuple[str, str]]:
         yield "words", f"{report.words:,}"
     if report.end_marks.count:
         yield "end-of-text marks (apart)", f"{report.end_marks.count:,}: {report.end_marks.nats:,.2f} nats"
+    if report.steps is not None and report.steps.total:
+        yield "mean outer steps", _number(report.steps.mean)
+        for number, share in report.steps.shares.items():
+            yield f"  {number} step{'' if number == '1' else 's'}", f"{share:.1%}"
+
+
+def _halting(report: LossReport) -> str:
+    """What decided the depth, for the line of settings."""
+    if report.halting is None:
+        return ""
+    threshold = "" if report.halt_threshold is None else f", threshold {report.halt_threshold:g}"
+    return f", halting: {report.halting}{threshold}"
 
 
 def _number(value: float | None) -> str:

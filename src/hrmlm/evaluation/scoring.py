@@ -6,7 +6,7 @@ Shape letters: B batch, L positions, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from hrmlm.errors import UserError
 from hrmlm.evaluation.windows import Window, check_window, plan_windows
 from hrmlm.models.base import LanguageModel, evaluating
+from hrmlm.steps import check_depth
 
 Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
 
@@ -23,13 +24,41 @@ _CHECK = 1 << 20  # ids looked at together when their range is checked
 
 
 class DocumentScore(NamedTuple):
-    """Total of one document scored on its own."""
+    """Total of one document scored on its own. steps: outer steps of its scored tokens together (None: fixed depth)."""
 
     nats: float
     tokens: int
+    steps: int | None = None
 
 
-def score_tokens(
+class StreamScore(NamedTuple):
+    """Scores of a stream of N ids, one for each of ids[1:]; all (N − 1,).
+
+    nats: −ln p. steps: outer steps of the position that predicted the token, of models that decide their depth
+    (None: all others). positions: place of that position in its window, from 0.
+    """
+
+    nats: NDArray[np.float64]
+    steps: NDArray[np.int32] | None
+    positions: NDArray[np.int32]
+
+
+class _RowScore(NamedTuple):
+    """Scores of the scored tokens of one row."""
+
+    nats: NDArray[np.float64]
+    steps: NDArray[np.int64] | None
+
+
+def score_tokens(model: LanguageModel, ids: Ids, **settings: Any) -> NDArray[np.float64]:
+    """Nats of each token of a stream given the tokens before it: `score_stream` without the steps.
+
+    Returns: (N - 1,), the nats of ids[1:]; empty for fewer than two ids. Settings and errors as in `score_stream`.
+    """
+    return score_stream(model, ids, **settings).nats
+
+
+def score_stream(
     model: LanguageModel,
     ids: Ids,
     *,
@@ -37,34 +66,44 @@ def score_tokens(
     stride: int | None = None,
     batch_size: int = 8,
     depth: int | None = None,
+    halt_threshold: float | None = None,
     pad_id: int = 0,
     progress: bool = False,
-) -> NDArray[np.float64]:
-    """Nats of each token of a stream given the tokens before it, by sliding windows (see `plan_windows`).
+) -> StreamScore:
+    """Score each token of a stream given the tokens before it, by sliding windows (see `plan_windows`).
 
     ids: N token ids, one dimension; a memory map is read piece by piece. window: tokens the model reads at once
     (default: its context). stride: tokens between the starts of windows (default: the window, so disjoint blocks).
-    depth: cycles or steps to run instead of the trained number. pad_id fills the end of short windows, which a
-    causal model cannot see; the result depends neither on it nor on batch_size (to float32 rounding).
+    depth: cycles or steps to run instead of the trained number. halt_threshold: sum of halting probabilities at which
+    a position stops, instead of the trained one. pad_id fills the end of short windows, which a causal model cannot
+    see; the result depends neither on it nor on batch_size (to float32 rounding).
 
-    Returns: (N - 1,), the nats of ids[1:]; empty for fewer than two ids.
-    Raises: UserError for a window or stride out of range, or an id that the model cannot predict.
+    Raises: UserError for a window or stride out of range, an impossible depth or threshold, or an id that the model
+    cannot predict.
     """
+    check_depth(model, depth, halt_threshold)
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
     ids = _array(ids)
     _check_ids(model, ids)
-    nats = np.empty(max(len(ids) - 1, 0), dtype=np.float64)
+    scored = max(len(ids) - 1, 0)
+    nats, steps, positions = np.empty(scored), np.empty(scored, np.int32), np.empty(scored, np.int32)
+    has_steps = False
     windows = plan_windows(len(ids), window, stride)
     with evaluating(model), _bar(len(nats), progress) as advance:
         while batch := list(islice(windows, _positive(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
-            scores = _score_rows(model, rows, [item.end + 1 - item.first for item in batch], pad_id, depth)
+            counts = [item.end + 1 - item.first for item in batch]
+            scores = _score_rows(model, rows, counts, pad_id, depth, halt_threshold)
             for item, score in zip(batch, scores, strict=True):
-                nats[item.first - 1 : item.end] = score
-                advance(len(score))
-    return nats
+                place = slice(item.first - 1, item.end)
+                nats[place] = score.nats
+                positions[place] = np.arange(item.first - 1, item.end) - item.start
+                if score.steps is not None:
+                    steps[place], has_steps = score.steps, True
+                advance(len(score.nats))
+    return StreamScore(nats, steps if has_steps else None, positions)
 
 
 def score_documents(
@@ -75,16 +114,18 @@ def score_documents(
     stride: int | None = None,
     batch_size: int = 8,
     depth: int | None = None,
+    halt_threshold: float | None = None,
     pad_id: int = 0,
     progress: bool = False,
 ) -> list[DocumentScore]:
     """Score documents one by one: no document sees another. The first token of each is context only.
 
     Put the end-of-text id in front of a document to have its first token scored too. Totals depend neither on the
-    batch size, nor on the order, nor on the pad id (to float32 rounding). Arguments and errors as in `score_tokens`.
+    batch size, nor on the order, nor on the pad id (to float32 rounding). Arguments and errors as in `score_stream`.
 
     Returns: one total per document, in the order given; (0.0, 0) for documents of fewer than two tokens.
     """
+    check_depth(model, depth, halt_threshold)
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
@@ -94,21 +135,30 @@ def score_documents(
     work = [(index, item) for index, array in enumerate(arrays) for item in plan_windows(len(array), window, stride)]
     work.sort(key=lambda pair: pair[1].start - pair[1].end)  # windows of like length together: less padding
     nats, counts = [0.0] * len(arrays), [0] * len(arrays)
+    steps: list[int | None] = [None] * len(arrays)
     with evaluating(model), _bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
         for batch in _batches(work, _positive(batch_size)):
             rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
-            scores = _score_rows(model, rows, [item.end + 1 - item.first for _, item in batch], pad_id, depth)
+            scored = [item.end + 1 - item.first for _, item in batch]
+            scores = _score_rows(model, rows, scored, pad_id, depth, halt_threshold)
             for (index, _), score in zip(batch, scores, strict=True):
-                nats[index] += float(score.sum())
-                counts[index] += len(score)
-                advance(len(score))
-    return [DocumentScore(total, count) for total, count in zip(nats, counts, strict=True)]
+                nats[index] += float(score.nats.sum())
+                counts[index] += len(score.nats)
+                if score.steps is not None:
+                    steps[index] = (steps[index] or 0) + int(score.steps.sum())
+                advance(len(score.nats))
+    return [DocumentScore(*totals) for totals in zip(nats, counts, steps, strict=True)]
 
 
 def _score_rows(
-    model: LanguageModel, rows: Sequence[NDArray[np.int64]], scored: Sequence[int], pad_id: int, depth: int | None
-) -> list[NDArray[np.float64]]:
-    """Nats of the last scored[i] tokens of row i, from one call of the model.
+    model: LanguageModel,
+    rows: Sequence[NDArray[np.int64]],
+    scored: Sequence[int],
+    pad_id: int,
+    depth: int | None,
+    halt_threshold: float | None,
+) -> list[_RowScore]:
+    """Scores of the last scored[i] tokens of row i, from one call of the model.
 
     A row is the window's inputs followed by the one token that only its last input predicts.
     """
@@ -119,13 +169,26 @@ def _score_rows(
         tokens_BL[i, : lengths[i]] = row[:-1]
     last_only = max(scored) == 1  # stride 1: the head reads one position per row instead of a whole window
     read_B = torch.tensor(lengths, device=device) - 1 if last_only else None
-    logits_BLV = model(torch.from_numpy(tokens_BL).to(device), read_B=read_B, depth=depth).logits
+    output = model(
+        torch.from_numpy(tokens_BL).to(device),
+        lengths_B=torch.tensor(lengths),
+        read_B=read_B,
+        depth=depth,
+        halt_threshold=halt_threshold,
+    )
     nats = []
     for i, (row, count) in enumerate(zip(rows, scored, strict=True)):  # row by row: one copy of L x V, not of B x L x V
         positions = slice(None) if last_only else slice(lengths[i] - count, lengths[i])
         targets_N = torch.from_numpy(row[-count:]).to(device)
-        nats.append(F.cross_entropy(logits_BLV[i, positions].float(), targets_N, reduction="none").double())
-    return list(np.split(torch.cat(nats).cpu().numpy(), np.cumsum(scored)[:-1]))
+        nats.append(F.cross_entropy(output.logits[i, positions].float(), targets_N, reduction="none").double())
+    nats_by_row = np.split(torch.cat(nats).cpu().numpy(), np.cumsum(scored)[:-1])
+    if output.steps_BL is None:
+        return [_RowScore(row_nats, None) for row_nats in nats_by_row]
+    steps_BL = output.steps_BL.cpu().numpy()
+    return [
+        _RowScore(row_nats, steps_BL[i, lengths[i] - count : lengths[i]])
+        for i, (row_nats, count) in enumerate(zip(nats_by_row, scored, strict=True))
+    ]
 
 
 def _array(ids: Ids) -> NDArray[np.integer]:

@@ -15,6 +15,7 @@ from hrmlm.errors import UserError
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel, evaluating
+from hrmlm.steps import check_depth
 
 Prompt = str | bytes | Sequence[int]
 Options = GenerationOptions | Sequence[GenerationOptions] | None
@@ -30,10 +31,11 @@ def generate(
     the end mark, at a stop string, after max_new_tokens, or when the context is full, which is after
     context - len(prompt) + 1 new tokens.
 
-    Args: options: for all rows, or one for each; `cache` must be the same in all.
+    Args: options: for all rows, or one for each; `cache`, `depth` and `halt_threshold` must be the same in all.
 
     Raises: UserError for a prompt longer than the model's context, ids outside the vocabulary, a tokenizer of another
-    size than the model's vocabulary, or a model whose predictions are not finite.
+    size than the model's vocabulary, an impossible depth, a cache for a model that cannot have one, or a model whose
+    predictions are not finite.
     """
     engine = Engine(model, tokenizer, [prompts] if isinstance(prompts, str | bytes) else prompts, options)
     for _ in engine.run():
@@ -62,6 +64,9 @@ class Engine:
     ) -> None:
         rows_options = _options_per_row(options, len(prompts))
         _check_vocabulary(model, tokenizer)
+        shared = rows_options[0] if rows_options else GenerationOptions()
+        check_depth(model, shared.depth, shared.halt_threshold)
+        self._depth, self._halt_threshold = shared.depth, shared.halt_threshold
         context = model.config.context
         self.forwards = 0
         self._model = model
@@ -80,9 +85,9 @@ class Engine:
         self._lengths_B = torch.tensor([len(row.fed_ids) for row in self._active])
         self._tokens_BL = _right_padded([row.fed_ids for row in self._active]).to(self._device)
         self._cache = None
-        if rows_options[0].cache:
+        if shared.cache:
             longest = max(len(row.fed_ids) + row.limit - 1 for row in self._active)
-            self._cache = model.new_cache(len(self._active), longest)
+            self._cache = model.new_cache(len(self._active), longest, depth=shared.depth)
 
     def run(self) -> Iterator[TokenEvent]:
         """Steps until every row has ended."""
@@ -92,11 +97,11 @@ class Engine:
     @torch.no_grad()  # not inference_mode: tables that a model keeps from here must stay usable in training
     def step(self) -> list[TokenEvent]:
         """One new token for every row that is still going, in the order of the prompts."""
-        logits_BV = self._forward()
+        logits_BV, steps_B = self._forward()
         ids_B = self._sampler(logits_BV)
         logprobs_B = logits_BV.gather(1, ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
-        new = zip(self._active, ids_B.tolist(), logprobs_B.tolist(), strict=True)
-        events = [row.accept(token, _finite(logprob)) for row, token, logprob in new]
+        new = zip(self._active, ids_B.tolist(), logprobs_B.tolist(), steps_B, strict=True)
+        events = [row.accept(token, _finite(logprob), steps) for row, token, logprob, steps in new]
         self._advance(ids_B)
         return events
 
@@ -104,14 +109,23 @@ class Engine:
         """Results in the order of the prompts, once every row has ended."""
         return [row.completion(seed) for row, seed in zip(self._rows, self._seeds, strict=True)]
 
-    def _forward(self) -> Tensor:
-        """Logits (B, V) that follow each row's last real token."""
+    def _forward(self) -> tuple[Tensor, list[int] | list[None]]:
+        """Logits (B, V) that follow each row's last real token, and the outer steps spent on that token."""
         self.forwards += 1
         with evaluating(self._model):
             output = self._model(
-                self._tokens_BL, cache=self._cache, lengths_B=self._lengths_B, read_B=self._lengths_B - 1
+                self._tokens_BL,
+                cache=self._cache,
+                lengths_B=self._lengths_B,
+                read_B=self._lengths_B - 1,
+                depth=self._depth,
+                halt_threshold=self._halt_threshold,
             )
-        return output.logits[:, 0]
+        logits_BV = output.logits[:, 0]
+        if output.steps_BL is None:
+            return logits_BV, [None] * len(logits_BV)
+        ends_B1 = (self._lengths_B - 1)[:, None].to(output.steps_BL.device)
+        return logits_BV, output.steps_BL.gather(1, ends_B1)[:, 0].tolist()
 
     def _advance(self, ids_B: Tensor) -> None:
         """Let the rows that ended go, and prepare the next step of the others."""
@@ -138,8 +152,9 @@ def _options_per_row(options: Options, n_rows: int) -> list[GenerationOptions]:
         return [options or GenerationOptions()] * n_rows
     if len(options) != n_rows:
         raise UserError(f"{len(options)} options for {n_rows} prompts; give one for each, or one for all")
-    if len({row.cache for row in options}) > 1:
-        raise UserError("cache must be the same for all prompts of a batch; generate in two calls")
+    for name in ("cache", "depth", "halt_threshold"):
+        if len({getattr(row, name) for row in options}) > 1:
+            raise UserError(f"{name} must be the same for all prompts of a batch; generate in two calls")
     return list(options)
 
 

@@ -1,5 +1,7 @@
 """One row of a generation: its options, what it has produced so far, and when it ends."""
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +23,10 @@ class GenerationOptions(SamplingOptions):
     """Strings that end the row when they appear in its new text; a single string may be given as such."""
     cache: bool = True
     """Keep keys and values (the same tokens, much faster); False recomputes the whole text for every token."""
+    depth: int | None = None
+    """Cycles, steps or layers to run; None: as trained."""
+    halt_threshold: float | None = None
+    """Sum of halting probabilities at which a position stops, of models that learn their depth; None: as trained."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -41,7 +47,9 @@ class TokenEvent:
 
     text: what can be shown now. Incomplete characters and what may become a stop string wait for later events; the last
     event of a row, the one with a finish_reason, brings what is left. logprob: natural logarithm of the probability
-    that the model gave the token, before temperature, top-k and top-p.
+    that the model gave the token, before temperature, top-k and top-p. steps: outer steps that the model spent on the
+    position it read the token from; None of models that do not decide their depth. pieces: `text` cut by tokens,
+    each piece with the number (from 0) of the new token that brought it or made its character whole.
     """
 
     row: int
@@ -49,6 +57,8 @@ class TokenEvent:
     logprob: float
     text: str
     finish_reason: FinishReason | None
+    steps: int | None = None
+    pieces: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,8 @@ class Completion:
 
     ids, logprobs: the new tokens up to the last one drawn, which may be the end mark or the end of a stop string.
     text: their text without either. logprobs as in `TokenEvent`. finish_reason: "stop" (a stop string), "end" (the end
-    mark) or "length" (max_new_tokens, or the context is full). seed: gives the same completion again.
+    mark) or "length" (max_new_tokens, or the context is full). seed: gives the same completion again. steps: outer
+    steps of each of `ids`, as in `TokenEvent`; None of models that do not decide their depth.
     """
 
     prompt_ids: list[int]
@@ -66,6 +77,7 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     seed: int
+    steps: list[int] | None = None
 
 
 class Row:
@@ -82,36 +94,57 @@ class Row:
         self.limit = min(options.max_new_tokens, context - len(self.fed_ids) + 1)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.steps: list[int] = []
         self.finish_reason: FinishReason | None = None if self.limit else "length"
         self._end_of_text = tokenizer.end_of_text
         self._characters = TextStream(tokenizer)
         self._stops = StopFilter(options.stop)
         self._pieces: list[str] = []
+        self._owners: deque[tuple[int, int]] = deque()  # token and number of characters, of text not yet shown
 
     @property
     def text(self) -> str:
         """The text that can be shown so far."""
         return "".join(self._pieces)
 
-    def accept(self, token: int, logprob: float) -> TokenEvent:
+    def accept(self, token: int, logprob: float, steps: int | None = None) -> TokenEvent:
         """Take the next token and decide whether the row ends with it."""
         self.ids.append(token)
         self.logprobs.append(logprob)
+        if steps is not None:
+            self.steps.append(steps)
         piece = ""
         if token == self._end_of_text:
             self.finish_reason = "end"
         else:
-            piece = self._stops.push(self._characters.push(token))
+            piece = self._stops.push(self._owned(self._characters.push(token)))
             if self._stops.stopped:
                 self.finish_reason = "stop"
             elif len(self.ids) == self.limit:
                 self.finish_reason = "length"
         if self.finish_reason:
-            piece += self._stops.push(self._characters.finish()) + self._stops.finish()
+            piece += self._stops.push(self._owned(self._characters.finish())) + self._stops.finish()
         self._pieces.append(piece)
-        return TokenEvent(self.index, token, logprob, piece, self.finish_reason)
+        return TokenEvent(self.index, token, logprob, piece, self.finish_reason, steps, tuple(self._cut(piece)))
+
+    def _owned(self, text: str) -> str:
+        """Remember that `text` is the newest token's; it may be shown later, or never."""
+        if text:
+            self._owners.append((len(self.ids) - 1, len(text)))
+        return text
+
+    def _cut(self, text: str) -> Iterator[tuple[str, int]]:
+        """The text that is shown now, which is the first of what is remembered, cut by tokens."""
+        while text:
+            token, length = self._owners.popleft()
+            if length > len(text):
+                self._owners.appendleft((token, length - len(text)))
+            yield text[:length], token
+            text = text[length:]
 
     def completion(self, seed: int) -> Completion:
         """The result of a row that has ended."""
         assert self.finish_reason is not None
-        return Completion(self.prompt_ids, self.ids, self.text, self.logprobs, self.finish_reason, seed)
+        return Completion(
+            self.prompt_ids, self.ids, self.text, self.logprobs, self.finish_reason, seed, self.steps or None
+        )

@@ -1,13 +1,13 @@
 """The record of a run: `metrics.jsonl` always, other trackers if asked for. A tracker that fails never stops training.
 
-Each line is one JSON object with "event": step, eval, start, resume or stop. Lines of steps that a crash made the run
-repeat stay, marked "superseded": true, so each step stands exactly once among the others.
+Each line is one JSON object with "event": step, eval, start, resume, warning or stop. Lines of steps that a crash made
+the run repeat stay, marked "superseded": true, so each step stands exactly once among the others.
 """
 
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class Metrics:
             if isinstance(value, float) and not math.isfinite(value):
                 line[name], line[f"{name}_text"] = None, str(value)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        numbers = {f"{event}/{k}": float(v) for k, v in values.items() if isinstance(v, int | float)}
+        numbers = {f"{event}/{name}": value for name, value in _numbers(values)}
         for tracker in list(self._trackers):
             self._attempt(tracker, "log", step, numbers)
 
@@ -93,6 +93,15 @@ class Metrics:
         self._file.close()
         for tracker in list(self._trackers):
             self._attempt(tracker, "close")
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line by name; those of nested objects as "group/name"."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            yield name, float(value)
+        elif isinstance(value, Mapping) and name != "recipe":
+            yield from ((f"{name}/{inner}", number) for inner, number in _numbers(value))
 
 
 def read_metrics(path: Path, superseded: bool = False) -> list[dict[str, Any]]:

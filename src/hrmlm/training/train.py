@@ -26,9 +26,10 @@ from hrmlm.errors import UserError
 from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.files import write_json
 from hrmlm.models import LanguageModel, ModelConfig, build_model
-from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, supersede
+from hrmlm.training import depth
+from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, read_metrics, supersede
 from hrmlm.training.recipe import Recipe
-from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint
+from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint, warn
 from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
 
 FIXED_ON_RESUME = ("model.", "data.window", "training.seed", "training.batch_size", "training.accumulation")
@@ -290,7 +291,6 @@ class _Session:
         return last is None or last[0] < self.trainer.progress.step
 
     def _record(self, result: StepResult, tokens_per_second: float) -> None:
-        extra = {name: value / max(1, result.targets) for name, value in result.extra.items()}
         self._log(
             "step",
             loss=result.loss if result.updated else None,
@@ -301,7 +301,7 @@ class _Session:
             depth=result.depth,
             batches_without_targets=self.trainer.progress.batches_without_targets,
             tokens_per_second=round(tokens_per_second, 1),
-            **extra,
+            **depth.per_target(result.extra, result.targets),
         )
         self.reporter.step(result, tokens_per_second)
 
@@ -318,13 +318,21 @@ class _Session:
         if loss is None or not math.isfinite(loss):
             raise TrainingDiverged(progress.step, "the validation loss")
         is_best = progress.best_loss is None or loss < progress.best_loss
-        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best)
+        steps = depth.of_evaluation(report.steps)
+        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
+        self._warn_once(depth.KIND, depth.constant_depth(model, report.steps))
         self.reporter.evaluation(progress.step, loss, bits, is_best)
         progress.last_evaluation = (progress.step, loss, bits)
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
             self._save()
             self.run.mark_best(progress.step, loss)
+
+    def _warn_once(self, kind: str, message: str | None) -> None:
+        """Tell a warning on standard error and in the record, unless the record has one of its kind already."""
+        if message and not any(line.get("kind") == kind for line in read_metrics(self.run.metrics)):
+            warn(message)
+            self._log("warning", kind=kind, message=message)
 
     def _save(self) -> None:
         path = self.run.checkpoint_path(self.trainer.progress.step)

@@ -54,6 +54,11 @@ class StepResult:
         """Nats per target token: the task's cross-entropy alone."""
         return self.nats / self.targets if self.targets else math.nan
 
+    @property
+    def mean_steps(self) -> float | None:
+        """Mean outer steps per target token, of models that decide their depth themselves."""
+        return self.extra["steps"] / self.targets if self.targets and "steps" in self.extra else None
+
 
 @dataclass
 class Progress:

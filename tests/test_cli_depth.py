@@ -1,0 +1,159 @@
+"""Learned depth on the command line: evaluate, generate, probe, import (R35, R41)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hrmlm.checkpoint import save_checkpoint
+from hrmlm.cli import main
+from tests.inference.helpers import BYTES, small_model
+
+Capture = pytest.CaptureFixture[str]
+TEXT = "A few words for the model to read. " * 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text and checkpoints: `fish` stops by itself, `whole` decides for a whole sequence, `fixed` does neither."""
+    directory = tmp_path_factory.mktemp("depth")
+    (directory / "text.txt").write_text(TEXT)
+    for name, family, changes in (
+        ("fish", "cosmicfish", {}),
+        ("whole", "cosmicfish", {"halting": "sequence"}),
+        ("fixed", "universal", {}),
+    ):
+        save_checkpoint(directory / name, small_model(family, **changes), tokenizer=BYTES)
+    return directory
+
+
+def call(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return stop.value.code if isinstance(stop.value.code, int) else 0
+
+
+def answer(capsys: Capture, *arguments: Any) -> Any:
+    """The JSON that a call prints."""
+    capsys.readouterr()
+    assert call(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: Capture, *arguments: Any) -> str:
+    """The one line of a call that ends with exit code 2 and prints nothing else."""
+    capsys.readouterr()
+    assert call(*arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
+
+
+def test_evaluate(place: Path, capsys: Capture) -> None:
+    data = ("--data", place / "text.txt")
+    trained = answer(capsys, "evaluate", place / "fish", *data)
+    early = answer(capsys, "evaluate", place / "fish", *data, "--halt-threshold", 0.3)
+    fixed = answer(capsys, "evaluate", place / "fish", *data, "--depth", 1)
+    assert 1 == fixed["steps"]["mean"] <= early["steps"]["mean"] < trained["steps"]["mean"]
+    assert (early["halt_threshold"], fixed["halting"]) == (0.3, "fixed")
+    assert answer(capsys, "evaluate", place / "fixed", *data)["steps"] is None
+    for settings, told in (
+        (("--depth", 0), "depth 0 is not possible"),
+        (("--halt-threshold", 2), "above 0 and at most 1"),
+        (("--depth", 1, "--halt-threshold", 0.5), "exclude each other"),
+    ):
+        assert told in refused(capsys, "evaluate", place / "fish", *data, *settings)
+    assert "does not learn" in refused(capsys, "evaluate", place / "fixed", *data, "--halt-threshold", 0.5)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_more_depth_than_trained_is_warned_of(place: Path, capsys: Capture, command: str) -> None:
+    arguments = {
+        "evaluate": ["--data", place / "text.txt"],
+        "generate": ["--prompt", "x", "--max-new-tokens", 2],
+    }[command]
+    assert call(command, place / "fish", *arguments, "--depth", 6) == 0
+    assert "warning: depth 6 is beyond the 4 the model was trained at\n" in capsys.readouterr().err
+
+
+def test_generate(place: Path, capsys: Capture) -> None:
+    settings = ("generate", place / "fish", "--prompt", "hello", "--max-new-tokens", 6, "--temperature", 0, "--seed", 1)
+    (row,) = answer(capsys, *settings)
+    assert len(row["steps"]) == 6
+    assert answer(capsys, *settings, "--show-depth") == answer(capsys, *settings)
+    assert answer(capsys, *settings, "--depth", 2)[0]["steps"] == [2] * 6
+    assert sum(answer(capsys, *settings, "--halt-threshold", 0.2)[0]["steps"]) < sum(row["steps"])
+    assert answer(capsys, "generate", place / "fixed", "--prompt", "x", "--max-new-tokens", 2)[0]["steps"] is None
+    assert "depth 0 is not possible" in refused(capsys, *settings, "--depth", 0)
+
+
+def test_show_depth_without_a_terminal(place: Path, capsys: Capture) -> None:
+    settings = ("generate", place / "fish", "--max-new-tokens", 5, "--temperature", 0)
+    one, two = (answer(capsys, *settings, "--prompt", prompt)[0] for prompt in ("hello", "x"))
+    expected = [f"{r['prompt']}{r['text']}\nsteps: {' '.join(map(str, r['steps']))} (mean " for r in (one, two)]
+    assert call(*settings, "--prompt", "hello", "--show-depth") == 0
+    assert capsys.readouterr().out.startswith(expected[0])
+    assert call(*settings, "--prompt", "hello", "--prompt", "x", "--show-depth") == 0
+    output = capsys.readouterr().out
+    assert output.startswith(expected[0])
+    assert f"tokens)\n\n{expected[1]}" in output
+    assert "does not decide its depth" in refused(capsys, "generate", place / "fixed", "--prompt", "x", "--show-depth")
+
+
+def test_a_model_that_cannot_be_cached(place: Path, capsys: Capture) -> None:
+    settings = ("generate", place / "whole", "--prompt", "hello", "--max-new-tokens", 3)
+    assert "--no-cache" in refused(capsys, *settings)
+    assert len(answer(capsys, *settings, "--no-cache")[0]["steps"]) == 3
+
+
+def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = ("--data", place / "text.txt", "--tokens", 60)
+    settings = ("probe", "depth", place / "fish", *data, "--thresholds", "0.3,0.9", "--depths", "1..2,4")
+    result = answer(capsys, *settings, "--out", tmp_path / "out")
+    names = ["as trained", "threshold 0.3", "threshold 0.9", "depth 1", "depth 2", "depth 4"]
+    assert [point["name"] for point in result["points"]] == names
+    assert result["tokens"] == result["first_tokens"] == 60
+    assert result["data_path"] == str(place / "text.txt")
+    assert json.loads((tmp_path / "out" / "depth.json").read_text()) == result
+    assert (tmp_path / "out" / "depth.png").stat().st_size > 1000
+    assert call(*settings) == 0
+    assert "threshold 0.9" in capsys.readouterr().out
+    fixed = answer(capsys, "probe", "depth", place / "fixed", *data)
+    assert [point["mean_steps"] for point in fixed["points"]] == [4, *range(1, 9)]
+    assert call("probe", "depth", place / "fish", *data, "--thresholds", "", "--depths", "5") == 0
+    assert "warning: depth 5 is beyond" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["--depths", "1,x"], "--depths '1,x' is not a list of numbers"),
+        (["--thresholds", "0.5..0.9"], "--thresholds '0.5..0.9' is not a list"),
+        (["--depths", "0"], "depth 0 is not possible"),
+        (["--thresholds", "1.5"], "above 0 and at most 1"),
+        (["--tokens", "0"], "tokens"),
+        (["--split", "none", "--data", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_settings_of_the_probe(place: Path, capsys: Capture, settings: list[str], told: str) -> None:
+    assert told in refused(capsys, "probe", "depth", place / "fish", "--data", place / "text.txt", *settings)
+
+
+def test_import(shared: Path, capsys: Capture, tmp_path: Path) -> None:
+    fixture = shared / "fixtures" / "cosmicfish" / "gqa-small"
+    files = ("--weights", f"{fixture}.weights.safetensors", "--config", f"{fixture}.json")
+    facts = answer(capsys, "import", "cosmicfish", *files, "--out", tmp_path / "fish")
+    assert facts["model"]["halting"] == "sequence"
+    assert "no tokenizer" in refused(capsys, "generate", tmp_path / "fish", "--prompt", "x")
+    assert call("info", tmp_path / "fish") == 0
+    assert f"{facts['parameters']:,}" in capsys.readouterr().out
+    assert "exists" in refused(capsys, "import", "cosmicfish", *files, "--out", tmp_path / "fish")
+    assert "unknown format 'cosmicfis', did you mean 'cosmicfish'?" in refused(
+        capsys, "import", "cosmicfis", *files, "--out", tmp_path / "new"
+    )
+    missing = ("--weights", "/nowhere.safetensors", *files[2:])
+    assert "/nowhere.safetensors" in refused(capsys, "import", "cosmicfish", *missing, "--out", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
