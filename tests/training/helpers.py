@@ -49,7 +49,7 @@ def exits(family: str) -> dict[str, Any]:
     """Exit sampling for the families that have more than one depth to choose from."""
     model = build_model(FAMILIES[family])
     known = "exit_probability" in type(model.config).model_fields
-    return {"model.exit_probability": 0.5} if known and model.trained_depth > 1 else {}
+    return {"model.exit_probability": 0.5} if known and model.trained_depth > 1 and not model.learns_depth else {}
 
 
 def tiny_trainer(batches: Callable[..., Any], family: str = FAMILY, **changes: Any) -> Trainer:
