@@ -24,9 +24,7 @@ def test_extended_run_learns_on(data: Path, tmp_path: Path) -> None:
     out, listener = tmp_path / "run", Listener()
     train(tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 50}), out)
     assert record(out)[-1]["lr"] == 0
-    train(
-        tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 100}), out, resume=True, reporter=listener
-    )
+    train(tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 100}), out, resume=True, reporter=listener)
     rates = [line["lr"] for line in record(out)]
     assert len(rates) == 100
     for step in range(51, 101):
