@@ -4,6 +4,7 @@ A stream of text is scored as a whole; an end-of-text mark in front of it is con
 """
 
 import hashlib
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import hrmlm
+from hrmlm.data import pieces
 from hrmlm.errors import UserError
 from hrmlm.evaluation.report import EndMarks, LossReport, show
 from hrmlm.evaluation.scoring import DocumentScore, Ids, score_documents, score_tokens
@@ -114,7 +116,7 @@ def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer"
     """
     path = Path(path)
     content = _read(path)
-    ids = tokenizer.encode(content)
+    ids = _encode(tokenizer, content.decode())
     return evaluate_ids(model, ids, tokenizer, **{"data": _fingerprint(content), "data_path": str(path), **settings})
 
 
@@ -130,6 +132,15 @@ def _read(path: Path) -> bytes:
     if not content:
         raise UserError(f"{path} is empty: nothing to evaluate")
     return content
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> NDArray[np.integer]:
+    """Ids of a text, some pieces at a time: the encodings of all at once would take many times its size."""
+    parts = pieces.cut([text]) if tokenizer.cuts_safely else iter([text])
+    arrays = []
+    while group := list(islice(parts, 8)):
+        arrays += tokenizer.encode_arrays(group)
+    return np.concatenate(arrays)
 
 
 def _check_tokenizer(tokenizer: "Tokenizer", ids: NDArray[np.integer]) -> None:
