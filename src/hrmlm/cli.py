@@ -158,11 +158,10 @@ def train(
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
     settings = load_recipe(recipe, overrides or ())
-    if warning := scale_warning(load_recipe(recipe), settings):
-        print(f"warning: {warning}", file=sys.stderr)
     directory = out or Path("runs") / Path(recipe).stem
+    bar = TrainingBar(directory.name, scale_warning(load_recipe(recipe), settings))
     try:
-        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=TrainingBar(directory.name))
+        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=bar)
     except TrainingDiverged as error:
         return _fail(
             f"{error}; training stopped, checkpoints before it are in {directory}/checkpoints; "

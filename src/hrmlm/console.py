@@ -13,8 +13,8 @@ ERRORS = Console(stderr=True, soft_wrap=True)
 class TrainingBar(Reporter):
     """A bar with loss, tokens per second and time left; plain lines where standard error is not a terminal."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, warning: str | None = None) -> None:
+        self.name, self.warning = name, warning
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -30,8 +30,10 @@ class TrainingBar(Reporter):
 
     def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
         """See Reporter."""
+        if self.warning:
+            ERRORS.print(f"warning: {self.warning}", style="yellow", highlight=False, markup=False)
         for note in notes:
-            ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False)
+            ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False, markup=False)
         self._task = self._progress.add_task(
             self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", rate="–"
         )
