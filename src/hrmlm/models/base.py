@@ -236,7 +236,9 @@ class LanguageModel(nn.Module, ABC):
 
     def readout(self, state_BLD: Tensor) -> Tensor:
         """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
-        weight_VD = self.embedding.weight[: self.config.n_predicted]
+        weight_VD = self.embedding.weight
+        if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
+            weight_VD = weight_VD[: self.config.n_predicted]
         return F.linear(self.norm(state_BLD), weight_VD).float()
 
     def forward(
