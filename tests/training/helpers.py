@@ -155,7 +155,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def kill_in_backward(step: int, index: int) -> None:

@@ -19,6 +19,8 @@ from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory
 from hrmlm.training.train import train
 from tests.training.helpers import (
+    Stop,
+    StopAfter,
     assert_clean,
     assert_same_run,
     child,
@@ -35,20 +37,22 @@ def newest_step(out: Path) -> int:
 
 
 def test_killed_at_random_moments_while_saving_every_step(data: Path, tmp_path: Path) -> None:
-    changes = {"training.save_every": 1, "training.eval_every": 5, "training.steps": 30}
-    recipe, out, chance = tiny(data, **changes), tmp_path / "run", random.Random(5)
-    killed = 0
+    recipe = tiny(data, **{"training.save_every": 1, "training.eval_every": 5, "training.steps": 10_000})
+    out, chance = tmp_path / "run", random.Random(5)
     for attempt in range(8):
         reached = newest_step(out)
         with child(lambda start: train(recipe, out, resume=start > 0), attempt) as process:
             wait_for(lambda r=reached: steps_done(out) > r or not process.is_alive())  # type: ignore[misc]
-            process.join(chance.uniform(0, 0.25))
-            killed += process.is_alive()
+            process.join(chance.uniform(0, 0.2))
+            assert process.is_alive()
             process.kill()
         assert newest_step(out) >= reached
-    train(recipe, out, resume=True)
-    train(recipe, tmp_path / "straight")
-    assert killed >= 3
+    end = newest_step(out) + 2
+    with pytest.raises(Stop):
+        train(recipe, out, resume=True, reporter=StopAfter(end))
+    with pytest.raises(Stop):
+        train(recipe, tmp_path / "straight", reporter=StopAfter(end))
+    assert RunDirectory(out).newest().step == end - 1
     assert_same_run(out, tmp_path / "straight")
     assert_clean(out)
 
