@@ -237,3 +237,13 @@ def test_moved_checkpoint_loads(tmp_path: Path) -> None:
     model = saved(tmp_path / "c")
     shutil.move(tmp_path / "c", tmp_path / "elsewhere")
     assert torch.equal(hrmlm.load(tmp_path / "elsewhere")(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_checkpoint_of_every_earlier_format_loads() -> None:
+    """Files written when format 1 was new; they stay as they are, whatever the code becomes."""
+    path = Path(__file__).parent / "fixtures" / "checkpoint-format-1"
+    ids = hrmlm.load_tokenizer(path).encode("Hello")
+    with torch.no_grad():
+        logits_V = hrmlm.load(path)(torch.tensor([ids])).logits[0, -1]
+    expected = torch.tensor([0.073668, -0.01036, -0.121043, 0.043581, 0.054017, -0.039936, -0.00517, -0.070128])
+    torch.testing.assert_close(logits_V[:8], expected, atol=2e-6, rtol=1e-4)

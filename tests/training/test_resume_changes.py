@@ -1,6 +1,7 @@
 """What may change between the parts of a run, which value wins, and that it is told (R15, R16)."""
 
 import json
+import shutil
 import math
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,21 @@ def test_data_changed_since_the_start(data: Path, other_data: Path, tmp_path: Pa
 
 
 def test_moved_data_are_the_same_data(data: Path, tmp_path: Path) -> None:
-    import shutil
-
     with pytest.raises(Stop):
         train(tiny(data), tmp_path / "run", reporter=StopAfter(3))
     shutil.copytree(data, tmp_path / "elsewhere")
     assert train(tiny(tmp_path / "elsewhere"), tmp_path / "run", resume=True).step == 6
+
+
+def test_an_id_changed_in_place_is_noticed(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "copy")
+    with pytest.raises(Stop):
+        train(tiny(copy), tmp_path / "run", reporter=StopAfter(3))
+    content = bytearray((copy / "train.bin").read_bytes())
+    content[0] ^= 1
+    (copy / "train.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"train\.bin was changed"):
+        train(tiny(copy), tmp_path / "run", resume=True)
 
 
 def test_weights_only_cannot_be_resumed_and_names_the_alternative(data: Path, tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ class _Session:
                 f"{checkpoint.data_fingerprint}; give the same prepared data, or start a new run with "
                 f"training.init_from={checkpoint.path}"
             )
+        self.data.verify()  # an id changed in place would make another run of this one, unnoticed
         old = Recipe.parse(checkpoint.training["recipe"], f"{checkpoint.path}: recipe")
         changes = difference(old.to_dict(), self.recipe.to_dict())
         fixed = [key for key in changes if key.startswith(FIXED_ON_RESUME)]
