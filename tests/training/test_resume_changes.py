@@ -1,8 +1,8 @@
 """What may change between the parts of a run, which value wins, and that it is told (R15, R16)."""
 
 import json
-import shutil
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
