@@ -169,11 +169,15 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
     return (
         isinstance(manifest.get("model"), dict)
         and isinstance(training, dict | None)
-        and (training is None or {"step", "recipe"} <= training.keys())
+        and (training is None or ({"step", "recipe"} <= training.keys() and _is_count(training["step"])))
         and isinstance(files, dict)
         and WEIGHTS in files
         and all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

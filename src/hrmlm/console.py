@@ -1,6 +1,7 @@
 """What the command line draws: the progress of a training run."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hrmlm.training.recipe import Recipe
@@ -35,7 +36,7 @@ class TrainingBar(Reporter):
         for note in notes:
             ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False, markup=False)
         self._task = self._progress.add_task(
-            self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", rate="–"
+            escape(self.name), total=recipe.training.steps, completed=done, loss="–", valid="–", rate="–"
         )
         self._progress.start()
 
@@ -51,7 +52,8 @@ class TrainingBar(Reporter):
         self._progress.update(self._task, valid=f"{loss:.3f}")
         if not ERRORS.is_terminal:
             bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-            ERRORS.print(f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}", highlight=False)
+            line = f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}"
+            ERRORS.print(line, highlight=False, markup=False)
 
     def stop(self) -> None:
         """See Reporter."""

@@ -4,6 +4,7 @@ A stream of text is scored as a whole; an end-of-text mark in front of it is con
 """
 
 import hashlib
+import math
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,9 +105,16 @@ def evaluate_data(model: LanguageModel, data: "PreparedData", split: str = "vali
 
     Raises: UserError for a missing split, bad settings, or data of another tokenizer.
     """
-    return evaluate_ids(
+    report = evaluate_ids(
         model, data.split(split), data.tokenizer, split=split, **{"data": data.meta.fingerprint, **settings}
     )
+    return _finite(report)
+
+
+def _finite(report: LossReport) -> LossReport:
+    if not math.isfinite(report.total_nats + report.end_marks.nats):
+        raise UserError("the model's predictions are not finite numbers: its weights are damaged or training diverged")
+    return report
 
 
 def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer", **settings: Any) -> LossReport:
@@ -117,7 +125,8 @@ def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer"
     path = Path(path)
     content = _read(path)
     ids = _encode(tokenizer, content.decode())
-    return evaluate_ids(model, ids, tokenizer, **{"data": _fingerprint(content), "data_path": str(path), **settings})
+    names = {"data": _fingerprint(content), "data_path": str(path)}
+    return _finite(evaluate_ids(model, ids, tokenizer, **{**names, **settings}))
 
 
 def _read(path: Path) -> bytes:

@@ -23,7 +23,7 @@ from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block,
 from hrmlm.models.cache import KVCache
 
 INIT_STD = 0.02
-Positive = Annotated[int, Field(gt=0, strict=True)]  # strict: neither true nor "3" is a number of steps
+Positive = Annotated[int, Field(gt=0, lt=1 << 40, strict=True)]  # strict: neither true nor "3" is a number of steps
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
