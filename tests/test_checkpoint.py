@@ -20,6 +20,7 @@ from hrmlm.checkpoint import (
     named_tensors,
     open_checkpoint,
     save_checkpoint,
+    write_manifest,
 )
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
@@ -165,7 +166,7 @@ def test_existing_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
 def change_manifest(path: Path, **changes: Any) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     manifest.update(changes)
-    (path / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if v is not ...}))
+    write_manifest(path, {k: v for k, v in manifest.items() if v is not ...})
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,16 @@ def test_foreign_manifests(changes: dict[str, Any], told: str, tmp_path: Path) -
         hrmlm.load(tmp_path / "c")
     assert told in str(error.value)
     assert str(tmp_path / "c") in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"n_heads": 4}, {"n_cycles": 3}, {"context": 10**12}])
+def test_edited_manifest_is_noticed_even_where_the_shapes_still_fit(change: dict[str, int], tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    manifest = json.loads((tmp_path / "c" / MANIFEST).read_text())
+    manifest["model"].update(change)
+    (tmp_path / "c" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="was changed after it was written"):
+        open_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"text"', "{}", ""])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hrmlm
-from hrmlm.checkpoint import MANIFEST, WEIGHTS, save_checkpoint
+from hrmlm.checkpoint import MANIFEST, WEIGHTS, save_checkpoint, write_manifest
 from hrmlm.cli import main
 from hrmlm.data.prepare import prepare
 from hrmlm.data.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def test_pickle_is_never_run(
     manifest = json.loads((inside / MANIFEST).read_text())
     if name == WEIGHTS:  # a forger gets the sizes and hashes right
         manifest["files"][WEIGHTS] = {"bytes": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}
-        (inside / MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(inside, manifest)
     else:
         (inside / MANIFEST).unlink()
     (tmp_path / "run" / ".lock").touch()

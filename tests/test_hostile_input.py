@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import hrmlm
-from hrmlm.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, _describe
+from hrmlm.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, _describe, write_manifest
 from hrmlm.errors import UserError
 from hrmlm.training.recipe import load_recipe
 from hrmlm.training.run import RunDirectory
@@ -46,7 +46,7 @@ def change_manifest(checkpoint: Path, **training: Any) -> None:
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest["training"].update(training)
     manifest["files"] = {name: _describe(checkpoint / name) for name in manifest["files"]}
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(checkpoint, manifest)
 
 
 @pytest.mark.parametrize("content", [NESTED, HUGE])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hrmlm.checkpoint import MANIFEST, OPTIMIZER, open_checkpoint, save_checkpoint
+from hrmlm.checkpoint import MANIFEST, OPTIMIZER, open_checkpoint, save_checkpoint, write_manifest
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.models import build_model
@@ -121,7 +121,7 @@ def test_weights_only_cannot_be_resumed_and_names_the_alternative(data: Path, tm
     manifest = json.loads((newest / MANIFEST).read_text())
     manifest["training"] = None
     del manifest["files"][OPTIMIZER]
-    (newest / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(newest, manifest)
     (newest / OPTIMIZER).unlink()
     with pytest.raises(UserError, match=r"holds weights only.*training.init_from="):
         train(recipe, out, resume=True)

@@ -109,7 +109,9 @@ def _files(given: str) -> list[Path]:
         if not matches:
             raise UserError(f"unknown source {given!r}: no such file; accepted are {ACCEPTED}")
         found = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
-    found = sorted({file for file in found if format_of(file)})
+    # A link that leads back up gives a file many names; it is read once, under the shortest.
+    longest_first = sorted(found, key=lambda file: (-len(file.parts), file))
+    found = sorted({file.resolve(): file for file in longest_first if format_of(file)}.values())
     if not found:
         raise UserError(f"{given} holds no file of a known format; accepted are {', '.join(FORMATS)}")
     for file in found:

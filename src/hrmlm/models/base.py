@@ -23,6 +23,7 @@ from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block,
 from hrmlm.models.cache import KVCache
 
 INIT_STD = 0.02
+MAX_DEPTH = 10_000
 Positive = Annotated[int, Field(gt=0, lt=1 << 40, strict=True)]  # strict: neither true nor "3" is a number of steps
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -217,6 +218,8 @@ class LanguageModel(nn.Module, ABC):
 
     def check_depth(self, depth: int) -> None:
         """Raises: UserError if the model cannot run at this depth."""
+        if depth > MAX_DEPTH:
+            raise UserError(f"depth {depth} is beyond the {MAX_DEPTH:,} that this program unrolls")
         if depth < 1:
             raise UserError(f"depth {depth} is not possible; the model was trained at depth {self.trained_depth}")
 

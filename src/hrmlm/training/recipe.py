@@ -27,7 +27,7 @@ class DataConfig(StrictConfig):
 
     path: str | None = None
     window: Positive | None = None
-    workers: NotNegative = 0
+    workers: Annotated[int, Field(ge=0, le=256, strict=True)] = 0
 
 
 class OptimizerConfig(StrictConfig):

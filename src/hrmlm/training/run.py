@@ -59,7 +59,7 @@ class RunDirectory:
 
     def is_run(self) -> bool:
         """Whether a run was started here, or nothing at all (it was killed before its first file)."""
-        signs = (self.metrics, self.path / ".lock")
+        signs = (self.path / "recipe.yaml", self.path / ".lock")
         return self.path.is_dir() and (any(s.is_file() for s in signs) or not any(self.path.iterdir()))
 
     def lock(self) -> None:

@@ -140,6 +140,7 @@ class _Session:
             reason = str(error).splitlines()[0]
             raise UserError(f"training.device {self.recipe.training.device!r} cannot be used: {reason}") from None
         self.data = PreparedData.open(self.recipe.data.path)
+        self.data.verify()  # an id changed in place would make another run of this one, unnoticed
         training = self.recipe.training
         self.windows = TokenWindows(
             self.data.split("train"), self.recipe.window, training.batch_size, seed=training.seed
@@ -198,8 +199,8 @@ class _Session:
         changes = self._check_changes(checkpoint)
         self.trainer = self._new_trainer()
         load_weights(self.trainer.model, checkpoint.path / WEIGHTS)
-        self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER), str(checkpoint.path / OPTIMIZER))
         self.trainer.progress = _progress_of(checkpoint)
+        self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER), str(checkpoint.path / OPTIMIZER))
         self._restore_record(checkpoint.step, self.trainer.progress)
         self.run.write_recipe(self.recipe)
         self._open_metrics()
@@ -224,7 +225,6 @@ class _Session:
                 f"{checkpoint.data_fingerprint}; give the same prepared data, or start a new run with "
                 f"training.init_from={checkpoint.path}"
             )
-        self.data.verify()  # an id changed in place would make another run of this one, unnoticed
         old = Recipe.parse(checkpoint.training["recipe"], f"{checkpoint.path}: recipe")
         changes = difference(old.to_dict(), self.recipe.to_dict())
         fixed = [key for key in changes if key.startswith(FIXED_ON_RESUME)]

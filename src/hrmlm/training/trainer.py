@@ -126,6 +126,8 @@ class Trainer:
         """Restore what `optimizer_state` returned. Raises: UserError, beginning with `where`, if it does not fit."""
         by_name = dict(self.model.named_parameters())
         _check_optimizer_state(by_name, tensors, where)
+        if self.progress.step and not tensors:
+            raise UserError(f"{where} is empty after {self.progress.step} steps; use another checkpoint of the run")
         fused = self.optimizer.defaults["fused"]
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("::")
