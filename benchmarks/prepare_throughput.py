@@ -93,8 +93,15 @@ def child(task: str, file: Path, tokenizer: Path, one_document: bool) -> None:
     else:
         with tempfile.TemporaryDirectory() as directory:
             seconds, ids = time_prepare(file, tokenizer, Path(directory) / "out", one_document)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": seconds, "ids": ids, "peak_mib": peak}))
+    print(json.dumps({"seconds": seconds, "ids": ids, "peak_mib": peak_mib()}))
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process. (Its getrusage would begin with that of the parent, so Linux is asked.)"""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def run_child(task: str, *arguments: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ optimizer.safetensors  optimizer state, if training can go on from here
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,9 +102,20 @@ def save_checkpoint(
             "training": dict(training) if training is not None else None,
             "files": {file.name: _describe(file) for file in sorted(directory.iterdir())},
         }
-        write_json(directory / MANIFEST, manifest)
+        write_manifest(directory, manifest)
         with safe_open(directory / WEIGHTS, framework="pt") as stored:  # a file that cannot be read back is no save
             assert set(stored.keys()) == set(weights)
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write checkpoint.json, sealed with a hash over all of its values."""
+    values = {key: value for key, value in manifest.items() if key != "sha256"}
+    write_json(directory / MANIFEST, {**values, "sha256": _seal(values)})
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    values = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -141,6 +153,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     if not _is_complete(manifest):
         raise UserError(f"{manifest_path} does not describe a checkpoint of hrmlm")
+    if manifest.get("sha256") != _seal(manifest):
+        raise UserError(f"{manifest_path} is damaged: it was changed after it was written")
     for name, expected in manifest["files"].items():
         file = path / Path(name).name
         if not file.is_file():
@@ -169,11 +183,15 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
     return (
         isinstance(manifest.get("model"), dict)
         and isinstance(training, dict | None)
-        and (training is None or {"step", "recipe"} <= training.keys())
+        and (training is None or ({"step", "recipe"} <= training.keys() and _is_count(training["step"])))
         and isinstance(files, dict)
         and WEIGHTS in files
         and all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The command line: parses, calls, prints. It decides nothing."""
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for pr
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Mistakes of the user end in one line on standard error and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal lacks are spelled out, no traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.exit(app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0)
     except _UsageError as error:
@@ -46,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", 2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):  # what torch says on the CPU
+            raise
+        _fail(
+            f"not enough memory: {str(error).splitlines()[0] if str(error) else 'the sizes asked for are too large'}", 2
+        )
 
 
 def _fail(message: str, code: int) -> None:
@@ -54,7 +63,12 @@ def _fail(message: str, code: int) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal without these characters, or a file name that is not UTF-8
+        text = json.dumps(value)
+    print(text)
 
 
 @app.command()
@@ -108,9 +122,10 @@ def prepare(
     if as_json:
         return _print_json(meta.model_dump(mode="json"))
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("split", "documents", "tokens", "bytes", "bytes/token", title=str(out), title_justify="left")
+    table = Table("split", "documents", "tokens", "bytes", "bytes/token", title=escape(str(out)), title_justify="left")
     for name, split in meta.splits.items():
         ratio = f"{split.bytes / max(1, split.tokens - split.documents):.2f}"
         table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", ratio)
@@ -157,18 +172,17 @@ def train(
     Example: hrmlm train recipes/wikitext2-hrm-lm.yaml data.path=data/wikitext-2 training.steps=200
     """
     from hrmlm.console import ERRORS, TrainingBar
-    from hrmlm.training.recipe import load_recipe, scale_warning
+    from hrmlm.training.recipe import load_recipe, scale_warning_for
     from hrmlm.training.train import train as run
     from hrmlm.training.trainer import TrainingDiverged
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
     settings = load_recipe(recipe, overrides or ())
-    if warning := scale_warning(load_recipe(recipe), settings):
-        print(f"warning: {warning}", file=sys.stderr)
     directory = out or Path("runs") / Path(recipe).stem
+    bar = TrainingBar(directory.name, scale_warning_for(recipe, settings))
     try:
-        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=TrainingBar(directory.name))
+        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=bar)
     except TrainingDiverged as error:
         return _fail(
             f"{error}; training stopped, checkpoints before it are in {directory}/checkpoints; "
@@ -260,7 +274,10 @@ def generate(
 
     texts = list(prompt or [])
     if prompts is not None:
-        texts += read_text(prompts).removesuffix("\n").split("\n")
+        content = read_text(prompts)
+        if not content:
+            raise UserError(f"{prompts} is empty: no prompt in it")
+        texts += [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
     if not texts:
         raise UserError("no prompt; give --prompt TEXT (an empty text starts a new document) or --prompts FILE")
     settings = {

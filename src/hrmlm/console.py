@@ -1,6 +1,7 @@
 """What the command line draws: the progress of a training run."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hrmlm.training.recipe import Recipe
@@ -13,8 +14,8 @@ ERRORS = Console(stderr=True, soft_wrap=True)
 class TrainingBar(Reporter):
     """A bar with loss, tokens per second and time left; plain lines where standard error is not a terminal."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, warning: str | None = None) -> None:
+        self.name, self.warning = name, warning
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -32,10 +33,12 @@ class TrainingBar(Reporter):
 
     def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
         """See Reporter."""
+        if self.warning:
+            ERRORS.print(f"warning: {self.warning}", style="yellow", highlight=False, markup=False)
         for note in notes:
-            ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False)
+            ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False, markup=False)
         self._task = self._progress.add_task(
-            self.name, total=recipe.training.steps, completed=done, loss="–", valid="–", steps="", rate="–"
+            escape(self.name), total=recipe.training.steps, completed=done, loss="–", valid="–", steps="", rate="–"
         )
         self._progress.start()
 
@@ -55,8 +58,8 @@ class TrainingBar(Reporter):
         if not ERRORS.is_terminal:
             bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
             depth = "" if self._mean_steps is None else f", {self._mean_steps:.2f} steps per token"
-            text = f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}{depth}"
-            ERRORS.print(text, highlight=False)
+            line = f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}{depth}"
+            ERRORS.print(line, highlight=False, markup=False)
 
     def stop(self) -> None:
         """See Reporter."""

@@ -44,7 +44,9 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # A file name that is not UTF-8 comes in halves of surrogate pairs; written as \udcXX they are JSON like any other.
+    write_atomic(path, text.encode(errors="backslashreplace"))
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
     Raises: UserError if `path` exists and is not an empty directory.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partials(path.parent)
@@ -124,5 +126,5 @@ def read_json(path: str | Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers or nesting beyond all bounds
         raise UserError(f"{path} cannot be read as JSON: {error}") from None

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +48,7 @@ def _read(given, tmp_path, **options) -> list[str]:
 
 def _pack(data: bytes, name: str) -> bytes:
     if name.endswith(".gz"):
-        return gzip.compress(data)
+        return gzip.compress(data, mtime=0)
     return zstandard.compress(data) if name.endswith(".zst") else data
 
 
@@ -95,7 +96,7 @@ def test_directories_and_patterns_are_sorted_and_skip_the_rest(tmp_path):
     (data / ".hidden").mkdir()
     (data / "b" / "two.jsonl").write_bytes(_jsonl(["2", "3"]))
     (data / "a.txt").write_text("1")
-    (data / "c.txt.gz").write_bytes(gzip.compress(b"4"))
+    (data / "c.txt.gz").write_bytes(gzip.compress(b"4", mtime=0))
     for name in ("notes.md", ".hidden/x.txt", ".x.txt"):
         (data / name).write_text("not text of the corpus")
     assert _read(data, tmp_path) == ["1", "2", "3", "4"]
@@ -117,7 +118,13 @@ def test_unknown_sources_list_what_is_accepted(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.txt", b""), ("a.txt.gz", gzip.compress(b"")), ("a.jsonl", b""), ("a.jsonl", b"\n"), ("a.jsonl", _jsonl([""]))],
+    [
+        ("a.txt", b""),
+        ("a.txt.gz", gzip.compress(b"", mtime=0)),
+        ("a.jsonl", b""),
+        ("a.jsonl", b"\n"),
+        ("a.jsonl", _jsonl([""])),
+    ],
 )
 def test_files_without_text_are_refused_by_name(name, content, tmp_path):
     data = tmp_path / "data"
@@ -277,3 +284,10 @@ def test_data_set_of_local_files_through_datasets(tmp_path):
     assert found[:2] == [_TEXTS, ["held out"]]
     for given_name, message in zip(givens[2:], found[2:], strict=True):
         assert message.startswith(f"{given_name} cannot be read: "), message
+
+
+def test_links_that_lead_back_up_do_not_multiply_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert len(open_source(f"{tmp_path}/**/*.txt", ReadOptions(), tmp_path).files) == 2

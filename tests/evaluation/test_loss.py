@@ -153,6 +153,17 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, content: bytes | None, me
         evaluate_file(model_for(BYTES), file, BYTES)
 
 
+@tokenizers
+def test_a_long_file_is_encoded_in_pieces_without_a_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file, text = tmp_path / "text.txt", TEXT * 5
+    file.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hrmlm.data.pieces.cut.__defaults__", (40,))
+        report = evaluate_file(model_for(tokenizer), file, tokenizer)
+    whole = evaluate_ids(model_for(tokenizer, uniform=True), tokenizer.encode(text), tokenizer)
+    assert (report.tokens, report.bytes, report.words) == (whole.tokens, whole.bytes, whole.words)
+
+
 @given(st.lists(st.text(st.sampled_from("aé言 \n\t\u00a0\u2003"), max_size=12), max_size=5), st.integers(1, 7))
 def test_words_are_those_of_the_documents_wherever_the_chunks_end(documents: list[str], chunk: int) -> None:
     ids = [token for text in documents for token in [*BYTES.encode(text), BYTES.end_of_text]]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hrmlm
 from hrmlm.checkpoint import OPTIMIZER, WEIGHTS, open_checkpoint, read_tensors
 from hrmlm.models import LanguageModel, build_model
 from hrmlm.training.metrics import read_metrics
@@ -154,7 +155,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def kill_in_backward(step: int, index: int) -> None:
@@ -171,3 +172,14 @@ def kill_in_backward(step: int, index: int) -> None:
 
 def weights(model: LanguageModel) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def truncate_weights(checkpoint: Path) -> None:
+    """Cut the weights of a checkpoint in half."""
+    file = checkpoint / WEIGHTS
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def environment() -> dict[str, str]:
+    """Of a fresh interpreter that finds this package from any directory and uses one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hrmlm.__file__).parents[1])}

@@ -1,6 +1,5 @@
 """A run that was killed and resumed ends bit for bit like one that was not (R15)."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from tests.training.helpers import (
     StopAfter,
     assert_clean,
     assert_same_run,
+    environment,
     exits,
     kill_in_backward,
     record,
@@ -140,16 +140,15 @@ def test_killed_before_best_was_recorded(data: Path, tmp_path: Path) -> None:
 
 def test_command_line_killed_from_outside_and_resumed(data: Path, tmp_path: Path) -> None:
     """The whole way, in fresh interpreters."""
-    changes = {**RANDOM, "training.steps": 40, "training.save_every": 7, "training.eval_every": 0}
+    changes = {**RANDOM, "training.steps": 20, "training.save_every": 5, "training.eval_every": 0}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings(data, **changes, **exits("hrm_lm-window"))))
     out = tmp_path / "run"
     command = [sys.executable, "-m", "hrmlm", "train", str(tmp_path / "tiny.yaml"), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment) as process:
-        wait_for(lambda: steps_done(out) >= 9)
+    with subprocess.Popen(command, env=environment()) as process:
+        wait_for(lambda: steps_done(out) >= 7)
         process.kill()
     assert process.returncode == -signal.SIGKILL
-    assert steps_done(out) < 40
-    subprocess.run([*command, "--resume"], env=environment, check=True, capture_output=True, timeout=120)
+    assert steps_done(out) < 20
+    subprocess.run([*command, "--resume"], env=environment(), check=True, capture_output=True, timeout=120)
     train(tiny(data, **changes, **exits("hrm_lm-window")), tmp_path / "straight")
     assert_same_run(out, tmp_path / "straight")

@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hrmlm.checkpoint import MANIFEST, OPTIMIZER, open_checkpoint, save_checkpoint
+from hrmlm.checkpoint import MANIFEST, OPTIMIZER, open_checkpoint, save_checkpoint, write_manifest
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.models import build_model
@@ -24,9 +25,7 @@ def test_extended_run_learns_on(data: Path, tmp_path: Path) -> None:
     out, listener = tmp_path / "run", Listener()
     train(tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 50}), out)
     assert record(out)[-1]["lr"] == 0
-    train(
-        tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 100}), out, resume=True, reporter=listener
-    )
+    train(tiny(data, "transformer", **DECAY, **QUIET, **{"training.steps": 100}), out, resume=True, reporter=listener)
     rates = [line["lr"] for line in record(out)]
     assert len(rates) == 100
     for step in range(51, 101):
@@ -98,12 +97,21 @@ def test_data_changed_since_the_start(data: Path, other_data: Path, tmp_path: Pa
 
 
 def test_moved_data_are_the_same_data(data: Path, tmp_path: Path) -> None:
-    import shutil
-
     with pytest.raises(Stop):
         train(tiny(data), tmp_path / "run", reporter=StopAfter(3))
     shutil.copytree(data, tmp_path / "elsewhere")
     assert train(tiny(tmp_path / "elsewhere"), tmp_path / "run", resume=True).step == 6
+
+
+def test_an_id_changed_in_place_is_noticed(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "copy")
+    with pytest.raises(Stop):
+        train(tiny(copy), tmp_path / "run", reporter=StopAfter(3))
+    content = bytearray((copy / "train.bin").read_bytes())
+    content[0] ^= 1
+    (copy / "train.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"train\.bin was changed"):
+        train(tiny(copy), tmp_path / "run", resume=True)
 
 
 def test_weights_only_cannot_be_resumed_and_names_the_alternative(data: Path, tmp_path: Path) -> None:
@@ -113,7 +121,7 @@ def test_weights_only_cannot_be_resumed_and_names_the_alternative(data: Path, tm
     manifest = json.loads((newest / MANIFEST).read_text())
     manifest["training"] = None
     del manifest["files"][OPTIMIZER]
-    (newest / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(newest, manifest)
     (newest / OPTIMIZER).unlink()
     with pytest.raises(UserError, match=r"holds weights only.*training.init_from="):
         train(recipe, out, resume=True)

@@ -13,7 +13,7 @@ from hrmlm.data.formats import Part
 from hrmlm.data.meta import SplitMeta, dtype_for
 from hrmlm.data.tokenizer import Tokenizer
 
-_BATCH = 1 << 22  # characters encoded at once: enough for many cores, and small in memory
+_BATCH = 1 << 21  # characters encoded at once: enough for many cores, and small in memory
 _BATCH_TEXTS = 1 << 14
 
 

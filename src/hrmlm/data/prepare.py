@@ -15,7 +15,7 @@ from hrmlm.data.meta import Meta, SplitMeta, SplitRule, TokenizerMeta, dtype_for
 from hrmlm.data.progress import byte_bar
 from hrmlm.data.scan import Scan, choose_valid, count_shared, scan
 from hrmlm.data.sources import Source, open_source
-from hrmlm.data.tokenizer import ByteTokenizer, Tokenizer
+from hrmlm.data.tokenizer import MAX_VOCAB, ByteTokenizer, Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.files import atomic_directory, refuse_existing
 
@@ -56,6 +56,8 @@ def prepare(
         raise UserError("the separator is empty; leave it out to take each text file as one document")
     if tokenizer == "bpe" and vocab_size < 257:
         raise UserError(f"vocabulary size {vocab_size} is too small: 256 bytes and the end mark need at least 257")
+    if tokenizer == "bpe" and vocab_size > MAX_VOCAB:
+        raise UserError(f"vocabulary size {vocab_size} is too large: at most {MAX_VOCAB:,}")
     ready = None if tokenizer == "bpe" else _load_tokenizer(tokenizer)
     options = ReadOptions(field, separator)
     with atomic_directory(out) as partial:

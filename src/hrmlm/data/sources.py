@@ -96,6 +96,8 @@ def open_source(given: str, options: ReadOptions, spool: Path) -> Source:
 def _files(given: str) -> list[Path]:
     """Files that a path or pattern names, sorted."""
     path = Path(given)
+    if not given:
+        raise UserError(f"a source is an empty text; accepted are {ACCEPTED}")
     if path.is_dir():
         found = _files_below(path)
     elif path.exists():
@@ -107,9 +109,14 @@ def _files(given: str) -> list[Path]:
         if not matches:
             raise UserError(f"unknown source {given!r}: no such file; accepted are {ACCEPTED}")
         found = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
-    found = sorted({file for file in found if format_of(file)})
+    # A link that leads back up gives a file many names; it is read once, under the shortest.
+    longest_first = sorted(found, key=lambda file: (-len(file.parts), file))
+    found = sorted({file.resolve(): file for file in longest_first if format_of(file)}.values())
     if not found:
         raise UserError(f"{given} holds no file of a known format; accepted are {', '.join(FORMATS)}")
+    for file in found:
+        if file.exists() and not file.is_file():  # a pipe can be read only once, a device perhaps for ever
+            raise UserError(f"{file} is not a regular file; to read from a pipe, give it as standard input (`-`)")
     return found
 
 
@@ -143,6 +150,8 @@ def _library_files() -> list[tuple[Path, str]]:
 
 
 def _spool_input(spool: Path) -> tuple[Path, str]:
+    if sys.stdin is None:
+        raise UserError("standard input is closed; pipe a text into it, as in `zcat dump.gz | hrmlm prepare - …`")
     file = spool / f"{len(list(spool.iterdir()))}.txt"
     with open(file, "wb") as copy:
         shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)

@@ -20,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _BYTES_TYPE = "hrmlm-bytes"
 FILE_NAME = "tokenizer.json"
+MAX_VOCAB = 1 << 24
+"""Ids of a tokenizer: far above any that is used, and a table of them still fits into memory."""
 RawBytes = bytes  # inside the class, `bytes` is its own constructor
 
 
@@ -59,6 +61,8 @@ class Tokenizer(ABC):
         """
         if vocab_size < 257:
             raise UserError(f"vocabulary size {vocab_size} is too small: 256 bytes and the end mark need at least 257")
+        if vocab_size > MAX_VOCAB:
+            raise UserError(f"vocabulary size {vocab_size} is too large: at most {MAX_VOCAB:,}")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.decoder = decoders.ByteLevel()
@@ -156,6 +160,9 @@ class BpeTokenizer(Tokenizer):
     """Byte-level BPE, run by the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, where: str) -> None:
+        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        if highest >= MAX_VOCAB:
+            raise UserError(f"{where} has the id {highest}, and ids up to {MAX_VOCAB - 1} can be used")
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # text that spells a special token is encoded like any other text

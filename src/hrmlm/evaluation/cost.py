@@ -154,9 +154,11 @@ def _saved_values(model: nn.Module) -> int:
 
 def show(report: CostReport, console: "Console", name: str | None = None) -> None:
     """Print the report as a table for people."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{name or report.family} at {report.length:,} tokens per sequence", title_justify="left")
+    title = escape(f"{name or report.family} at {report.length:,} tokens per sequence")
+    table = Table(title=title, title_justify="left")
     table.add_column("cost")
     table.add_column("value", justify="right")
     for row in _lines(report):

@@ -4,6 +4,8 @@ A stream of text is scored as a whole; an end-of-text mark in front of it is con
 """
 
 import hashlib
+import math
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 import hrmlm
+from hrmlm.data import pieces
 from hrmlm.errors import UserError
 from hrmlm.evaluation.report import EndMarks, LossReport, show
 from hrmlm.evaluation.scoring import DocumentScore, Ids, StreamScore, score_documents, score_stream, score_tokens
@@ -119,9 +122,16 @@ def evaluate_data(model: LanguageModel, data: "PreparedData", split: str = "vali
 
     Raises: UserError for a missing split, bad settings, or data of another tokenizer.
     """
-    return evaluate_ids(
+    report = evaluate_ids(
         model, data.split(split), data.tokenizer, split=split, **{"data": data.meta.fingerprint, **settings}
     )
+    return _finite(report)
+
+
+def _finite(report: LossReport) -> LossReport:
+    if not math.isfinite(report.total_nats + report.end_marks.nats):
+        raise UserError("the model's predictions are not finite numbers: its weights are damaged or training diverged")
+    return report
 
 
 def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer", **settings: Any) -> LossReport:
@@ -131,8 +141,9 @@ def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer"
     """
     path = Path(path)
     content = _read(path)
-    ids = tokenizer.encode(content)
-    return evaluate_ids(model, ids, tokenizer, **{"data": _fingerprint(content), "data_path": str(path), **settings})
+    ids = _encode(tokenizer, content.decode())
+    names = {"data": _fingerprint(content), "data_path": str(path)}
+    return _finite(evaluate_ids(model, ids, tokenizer, **{**names, **settings}))
 
 
 def _read(path: Path) -> bytes:
@@ -147,6 +158,15 @@ def _read(path: Path) -> bytes:
     if not content:
         raise UserError(f"{path} is empty: nothing to evaluate")
     return content
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> NDArray[np.integer]:
+    """Ids of a text, some pieces at a time: the encodings of all at once would take many times its size."""
+    parts = pieces.cut([text]) if tokenizer.cuts_safely else iter([text])
+    arrays = []
+    while group := list(islice(parts, 8)):
+        arrays += tokenizer.encode_arrays(group)
+    return np.concatenate(arrays)
 
 
 def _check_tokenizer(tokenizer: "Tokenizer", ids: NDArray[np.integer]) -> None:

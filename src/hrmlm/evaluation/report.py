@@ -126,10 +126,11 @@ class LossReport:
 
 def show(report: LossReport, console: "Console") -> None:
     """Print the report as a table for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     split = f" ({report.split})" if report.split else ""
-    table = Table(title=f"Loss on {report.data_path or report.data}{split}", title_justify="left")
+    table = Table(title=escape(f"Loss on {report.data_path or report.data}{split}"), title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
     for name, value in _lines(report):

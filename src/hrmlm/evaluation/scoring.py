@@ -3,6 +3,7 @@
 Shape letters: B batch, L positions, V vocabulary.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -215,7 +216,7 @@ def _check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
 def _positive(batch_size: int) -> int:
     if batch_size < 1:
         raise UserError(f"batch size {batch_size}: must be 1 or more")
-    return batch_size
+    return min(batch_size, sys.maxsize)  # islice takes no more
 
 
 def _batches(work: list[tuple[int, Window]], size: int) -> Iterator[list[tuple[int, Window]]]:

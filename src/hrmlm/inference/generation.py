@@ -4,6 +4,7 @@ B rows, L positions fed in one step, V ids that can be predicted.
 """
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -170,13 +171,20 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, context: int) -> list[int]
     """Ids of a prompt. Raises: UserError if there are too many, or one that the tokenizer does not have."""
     if isinstance(prompt, int):
         raise UserError(f"prompt {prompt} is a number; give texts or lists of ids, so one prompt of ids as [[...]]")
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str | bytes) else [int(token) for token in prompt]
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str | bytes) else _whole(prompt)
     if len(ids) > context:
         raise UserError(f"a prompt of {len(ids)} tokens is longer than the model's context of {context}; shorten it")
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
             raise UserError(f"prompt id {token} is outside the vocabulary 0..{tokenizer.vocab_size - 1}")
     return ids
+
+
+def _whole(ids: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        raise UserError(f"prompt {str(ids)[:60]!r} is neither a text nor a list of ids (whole numbers)") from None
 
 
 def _right_padded(rows: Sequence[Sequence[int]]) -> Tensor:

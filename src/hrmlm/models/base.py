@@ -23,7 +23,8 @@ from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block,
 from hrmlm.models.cache import KVCache
 
 INIT_STD = 0.02
-Positive = Annotated[int, Field(gt=0, strict=True)]  # strict: neither true nor "3" is a number of steps
+MAX_DEPTH = 10_000
+Positive = Annotated[int, Field(gt=0, lt=1 << 40, strict=True)]  # strict: neither true nor "3" is a number of steps
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -226,6 +227,8 @@ class LanguageModel(nn.Module, ABC):
 
     def check_depth(self, depth: int) -> None:
         """Raises: UserError if the model cannot run at this depth."""
+        if depth > MAX_DEPTH:
+            raise UserError(f"depth {depth} is beyond the {MAX_DEPTH:,} that this program unrolls")
         if depth < 1:
             raise UserError(f"depth {depth} is not possible; the model was trained at depth {self.trained_depth}")
 
@@ -245,7 +248,9 @@ class LanguageModel(nn.Module, ABC):
 
     def readout(self, state_BLD: Tensor) -> Tensor:
         """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
-        weight_VD = self.embedding.weight[: self.config.n_predicted]
+        weight_VD = self.embedding.weight
+        if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
+            weight_VD = weight_VD[: self.config.n_predicted]
         return F.linear(self.norm(state_BLD), weight_VD).float()
 
     def forward(

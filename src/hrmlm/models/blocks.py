@@ -198,9 +198,9 @@ class Attention(nn.Module):
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         """(B, L, D) → (B, L, D). Keys and values go to `slot` of the call's cache, if it has one."""
         B, L, D = x_BLD.shape
-        heads = self.qkv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
-        q_BHLK, k_BHLK, v_BHLK = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
-        q_BHLK, k_BHPK, v_BHPK = rotate(q_BHLK, call), rotate(k_BHLK, call), v_BHLK
+        heads_BHLK = self.qkv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
+        turned_BHLK, v_BHPK = heads_BHLK.split([self.n_heads + self.n_kv_heads, self.n_kv_heads], dim=1)
+        q_BHLK, k_BHPK = rotate(turned_BHLK, call).split([self.n_heads, self.n_kv_heads], dim=1)
         if call.history is not None:
             k_BHPK, v_BHPK = call.history.mix(slot, k_BHPK, v_BHPK, call.running_BL)
         if call.cache is not None:

@@ -149,7 +149,9 @@ class HRM(LanguageModel):
             for cycle in range(1, depth + 1):
                 for t in range(1, T + 1):
                     add(f"{label}fast {cycle}.{t}", "fast", (cycle - 1) * T + t, p)
-                add(f"{label}slow {cycle}", "slow", cycle * T, p)
+                is_last = cycle == depth and p == self.n_passes - 1
+                if not (is_last and self.config.readout == "fast"):  # nothing would read it
+                    add(f"{label}slow {cycle}", "slow", cycle * T, p)
         return schedule
 
     def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:

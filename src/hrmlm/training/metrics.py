@@ -110,7 +110,9 @@ def read_metrics(path: Path, superseded: bool = False) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             continue
         if superseded or not line.get("superseded"):
             lines.append(line)

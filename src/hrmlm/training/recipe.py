@@ -27,7 +27,7 @@ class DataConfig(StrictConfig):
 
     path: str | None = None
     window: Positive | None = None
-    workers: NotNegative = 0
+    workers: Annotated[int, Field(ge=0, le=256, strict=True)] = 0
 
 
 class OptimizerConfig(StrictConfig):
@@ -132,6 +132,17 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"unknown recipe or preset {name!r}, {nearest(name, recipe_names())}")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read and validate a recipe. name: path or name of a shipped recipe; overrides: "section.key=value".
 
@@ -139,14 +150,22 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(name)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: as of the date 2024-13-45
         raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
         raise UserError(f"{path} is not a recipe: it needs a section `model:` with at least `family:`")
     for override in overrides:
         _apply(settings, override)
     return Recipe.parse(settings, "recipe")
+
+
+def scale_warning_for(name: str, changed: Recipe) -> str | None:
+    """`scale_warning` against the recipe as it stands in its file; None where that is valid only with the overrides."""
+    try:
+        return scale_warning(load_recipe(name), changed)
+    except UserError:
+        return None
 
 
 def scale_warning(base: Recipe, changed: Recipe) -> str | None:
@@ -175,7 +194,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: unknown key, {_where(parts[0], settings.get('model'))}")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     if isinstance(value, str):
         value = _number(value)

@@ -59,7 +59,7 @@ class RunDirectory:
 
     def is_run(self) -> bool:
         """Whether a run was started here, or nothing at all (it was killed before its first file)."""
-        signs = (self.metrics, self.path / ".lock")
+        signs = (self.path / "recipe.yaml", self.path / ".lock")
         return self.path.is_dir() and (any(s.is_file() for s in signs) or not any(self.path.iterdir()))
 
     def lock(self) -> None:
@@ -117,7 +117,13 @@ class RunDirectory:
         """Step of the best checkpoint, if one was recorded and is there."""
         if not (self.path / "best.json").is_file():
             return None
-        step = int(read_json(self.path / "best.json")["step"])
+        try:
+            step = read_json(self.path / "best.json")["step"]
+        except (UserError, KeyError, TypeError):
+            step = None
+        if type(step) is not int or step < 0:
+            warn(f"{self.path / 'best.json'} is damaged: the best checkpoint is not known")
+            return None
         return step if self.checkpoint_path(step).is_dir() else None
 
     def mark_best(self, step: int, loss: float) -> None:

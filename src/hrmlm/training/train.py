@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 import hrmlm
 from hrmlm.checkpoint import (
+    MANIFEST,
     OPTIMIZER,
     WEIGHTS,
     Checkpoint,
@@ -134,11 +136,12 @@ class _Session:
             raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
         check_trackers(self.recipe.training.trackers)
         try:
-            torch.empty(0, device=self.recipe.training.device)
+            torch.zeros(1, device=self.recipe.training.device).item()  # not only names it: it holds numbers
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"training.device {self.recipe.training.device!r} cannot be used: {reason}") from None
         self.data = PreparedData.open(self.recipe.data.path)
+        self.data.verify()  # an id changed in place would make another run of this one, unnoticed
         training = self.recipe.training
         self.windows = TokenWindows(
             self.data.split("train"), self.recipe.window, training.batch_size, seed=training.seed
@@ -197,9 +200,8 @@ class _Session:
         changes = self._check_changes(checkpoint)
         self.trainer = self._new_trainer()
         load_weights(self.trainer.model, checkpoint.path / WEIGHTS)
-        self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER))
-        position = {k: v for k, v in checkpoint.training.items() if k in Progress.__dataclass_fields__}
-        self.trainer.progress = Progress(**position)
+        self.trainer.progress = _progress_of(checkpoint)
+        self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER), str(checkpoint.path / OPTIMIZER))
         self._restore_record(checkpoint.step, self.trainer.progress)
         self.run.write_recipe(self.recipe)
         self._open_metrics()
@@ -406,6 +408,16 @@ class _Session:
         if self.metrics is not None:
             self.metrics.close()
         self.run.close()
+
+
+def _progress_of(checkpoint: Checkpoint) -> Progress:
+    """Where the run of a checkpoint stands. Raises: UserError if the record of that is damaged."""
+    position = {k: v for k, v in (checkpoint.training or {}).items() if k in Progress.__dataclass_fields__}
+    try:
+        return TypeAdapter(Progress).validate_python(position)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise UserError(f"{checkpoint.path / MANIFEST} is damaged: training.{where} is no valid value") from None
 
 
 def _due(step: int, every: int) -> bool:

@@ -15,9 +15,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hrmlm.data.batch import Batch
+from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
 from hrmlm.models.blocks import Block
 from hrmlm.training.optimizer import LearningRate, build_optimizer
@@ -82,6 +83,23 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def _check_optimizer_state(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], where: str) -> None:
+    """Raise UserError unless each parameter has all quantities of AdamW in its shape, or none (it had no gradient)."""
+    names = {name.rpartition("::")[0] for name in tensors}
+    problems = [f"unknown {name}" for name in sorted(names - parameters.keys())]
+    expected = {
+        f"{name}::{key}": () if key == "step" else tuple(parameters[name].shape)
+        for name in sorted(names & parameters.keys())
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    problems += [f"missing {name}" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name in expected and tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {tuple(tensor.shape)} where {expected[name]} is needed")
+    if problems:
+        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
+
+
 class Trainer:
     """Model, optimizer and schedule of a run, one step at a time.
 
@@ -109,9 +127,12 @@ class Trainer:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
-    def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `optimizer_state` returned."""
+    def load_optimizer_state(self, tensors: dict[str, Tensor], where: str = "the optimizer state") -> None:
+        """Restore what `optimizer_state` returned. Raises: UserError, beginning with `where`, if it does not fit."""
         by_name = dict(self.model.named_parameters())
+        _check_optimizer_state(by_name, tensors, where)
+        if self.progress.step and not tensors:
+            raise UserError(f"{where} is empty after {self.progress.step} steps; use another checkpoint of the run")
         fused = self.optimizer.defaults["fused"]
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("::")
