@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hrmlm.errors import UserError
 from hrmlm.models.base import LanguageModel
 
 CONSTANT = 0.99
@@ -64,19 +63,8 @@ class StepCounts:
 def check_depth(model: LanguageModel, depth: int | None, halt_threshold: float | None) -> None:
     """Raises: UserError for a depth or halting threshold that this model cannot run with."""
     model.schedule(depth)
-    if halt_threshold is None:
-        return
-    if depth is not None:
-        raise UserError(f"depth {depth} and halt_threshold {halt_threshold:g} exclude each other; give one of them")
-    if not model.learns_depth:
-        raise UserError(
-            f"halt_threshold {halt_threshold:g}: this model does not learn when to stop; give a depth instead"
-        )
-    if not 0 < halt_threshold <= 1:
-        raise UserError(
-            f"halt_threshold {halt_threshold:g}: a position stops when its halting probabilities sum to it, so give a "
-            "number above 0 and at most 1"
-        )
+    if halt_threshold is not None:
+        model.check_threshold(halt_threshold, depth)
 
 
 def depth_warning(model: LanguageModel, depth: int | None) -> str | None:

@@ -72,4 +72,4 @@ def test_mistakes_are_one_line(
     assert told in capsys.readouterr().err
     with pytest.raises(SystemExit):
         benchmark.main(["--preset", recipe(tmp_path, "hrm_lm")])
-    assert "does not learn its depth" in capsys.readouterr().err
+    assert "does not learn when to stop" in capsys.readouterr().err

@@ -247,7 +247,7 @@ def test_a_lower_threshold_stops_sooner(name: str) -> None:
 
 def test_models_of_fixed_depth_have_no_threshold() -> None:
     model = build("universal")
-    with pytest.raises(UserError, match="does not learn its depth"):
+    with pytest.raises(UserError, match="does not learn when to stop"):
         model(random_tokens(model, 1, 2), halt_threshold=0.5)
     assert model(random_tokens(model, 1, 2)).steps_BL is None
 

@@ -81,7 +81,7 @@ def test_it_is_neither_trained_nor_cached() -> None:
     other = lively_model("cosmicfish", max_steps=6).double()
     with pytest.raises(UserError, match="--no-cache"):
         model(random_tokens(model, 1, 3), cache=other.new_cache(1, 5))
-    with pytest.raises(UserError, match="does not learn its depth"):
+    with pytest.raises(UserError, match="does not learn when to stop"):
         model(random_tokens(model, 1, 3), halt_threshold=0.5)
 
 

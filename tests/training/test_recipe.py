@@ -24,6 +24,7 @@ MILLIONS = {
     "transformer-l4": 1_280,
     "transformer-l12": 3_430,
     "universal-1.2b": 1_218,
+    "cosmicfish-82m": 82.77,
 }
 
 

@@ -282,7 +282,7 @@ class LanguageModel(nn.Module, ABC):
         call.stats = [] if stats else None
         call.depth, call.halt_threshold, call.schedule = depth, halt_threshold, schedule
         if halt_threshold is not None:
-            self._check_threshold(halt_threshold, depth)
+            self.check_threshold(halt_threshold, depth)
         for state_BLD in self.states(tokens_BL, call, schedule):
             last_BLD = state_BLD
         if cache is not None:
@@ -294,14 +294,19 @@ class LanguageModel(nn.Module, ABC):
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
         return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL, call.q_B2)
 
-    def _check_threshold(self, halt_threshold: float, depth: int | None) -> None:
+    def check_threshold(self, halt_threshold: float, depth: int | None) -> None:
         """Raises: UserError if the model cannot stop its positions at this sum of halting probabilities."""
-        if not self.learns_depth:
-            raise UserError("halt_threshold: this model does not learn its depth; give a depth instead")
         if depth is not None:
-            raise UserError("depth and halt_threshold: a fixed depth leaves nothing to decide; give one of them")
+            raise UserError(f"depth {depth} and halt_threshold {halt_threshold:g} exclude each other; give one of them")
+        if not self.learns_depth:
+            raise UserError(
+                f"halt_threshold {halt_threshold:g}: this model does not learn when to stop; give a depth instead"
+            )
         if not 0 < halt_threshold <= 1:
-            raise UserError(f"halt_threshold {halt_threshold} must be above 0 and at most 1")
+            raise UserError(
+                f"halt_threshold {halt_threshold:g}: a position stops when its halting probabilities sum to it, so "
+                "give a number above 0 and at most 1"
+            )
 
     def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
         B, L = tokens_BL.shape
