@@ -85,7 +85,7 @@ def run(options: Options) -> dict[str, Timing]:
     torch.manual_seed(options.seed)
     model = hrmlm.build(options.preset).to(options.device).eval()
     if not model.learns_depth:
-        raise UserError(f"{options.preset} does not learn its depth")
+        raise UserError(f"{options.preset} does not learn when to stop")
     tokens = torch.randint(model.config.n_predicted, (1, options.length), device=options.device)
     calls: dict[str, Callable[[], object]] = {
         f"cached, {depth} step{'s' * (depth > 1)}": decoder(model, tokens, depth, options.repeats)
