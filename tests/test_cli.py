@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+import hrmlm
 from hrmlm.cli import main
 from hrmlm.data.prepare import prepare
+from hrmlm.inference.show import visible
 from hrmlm.training.run import RunDirectory
 from tests.training.conftest import prepared
 from tests.training.helpers import environment, settings, truncate_weights
@@ -178,3 +180,25 @@ def test_fresh_interpreter(place: Path, tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr == "error: recipe.training.stepz: unknown key, did you mean 'steps'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert not stop.value.code
+    assert capsys.readouterr().out == f"hrmlm {hrmlm.__version__}\n"
+
+
+def test_generated_text_cannot_command_the_terminal() -> None:
+    assert visible("a\x1b[31mb\r\x9b\x7f\tü\n") == "a\\x1b[31mb\\r\\x9b\\x7f\tü\n"
+
+
+COMMANDS = ["", "prepare", "info", "train", "evaluate", "generate", "import", "probe", "probe depth", "demo"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_text_is_shown_whole(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert not stop.value.code
+    assert "Options" in capsys.readouterr().out

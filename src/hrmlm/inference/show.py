@@ -1,5 +1,6 @@
 """Generated text in the terminal, each token in the colour of the outer steps it took."""
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -13,6 +14,11 @@ from hrmlm.inference.rows import TokenEvent
 
 COLOURS = ("blue3", "dodger_blue1", "cyan3", "spring_green3", "chartreuse3", "yellow3", "orange3", "red1")
 """From few steps to many."""
+
+
+def visible(text: str) -> str:
+    """Text without the power to command a terminal: control characters as escapes, line ends and tabs as they are."""
+    return "".join(c if c in "\n\t" or not unicodedata.category(c) == "Cc" else repr(c)[1:-1] for c in text)
 
 
 def style(steps: int, most: int) -> str:
@@ -44,7 +50,8 @@ class DepthWriter:
         assert event.steps is not None
         self._steps.append(event.steps)
         for text, token in event.pieces:
-            self.plain(self._coloured(text, self._steps[token]))
+            shown = visible(text) if self._console.is_terminal else text
+            self.plain(self._coloured(shown, self._steps[token]))
 
     def finish(self) -> None:
         """End the line and tell the steps: as a legend, or token by token."""
