@@ -284,7 +284,7 @@ def generate(
     from hrmlm.inference.generation import Engine, stream
     from hrmlm.inference.generation import generate as run
     from hrmlm.inference.rows import GenerationOptions
-    from hrmlm.inference.show import show_depths
+    from hrmlm.inference.show import show_depths, visible
     from hrmlm.steps import check_depth
     from hrmlm.training.run import resolve_checkpoint
 

@@ -18,7 +18,7 @@ COLOURS = ("blue3", "dodger_blue1", "cyan3", "spring_green3", "chartreuse3", "ye
 
 def visible(text: str) -> str:
     """Text without the power to command a terminal: control characters as escapes, line ends and tabs as they are."""
-    return "".join(c if c in "\n\t" or not unicodedata.category(c) == "Cc" else repr(c)[1:-1] for c in text)
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)
 
 
 def style(steps: int, most: int) -> str:
