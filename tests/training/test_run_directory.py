@@ -26,7 +26,7 @@ def test_existing_run_is_refused_unless_asked(data: Path, tmp_path: Path) -> Non
     assert [path.name for path in RunDirectory(out).checkpoints()] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("content", ["thesis.tex", "checkpoints/model.pt", "recipe.yaml"])
+@pytest.mark.parametrize("content", ["thesis.tex", "checkpoints/model.pt", "recipe.yaml", "metrics.jsonl"])
 def test_overwrite_refuses_what_is_no_run(content: str, data: Path, tmp_path: Path) -> None:
     precious = tmp_path / "work" / content
     precious.parent.mkdir(parents=True)

@@ -197,3 +197,4 @@ def test_best_is_kept_beside_the_newest(data: Path, tmp_path: Path, monkeypatch:
 class _Report:
     def __init__(self, loss: float, bits: float | None, perplexity: float | None) -> None:
         self.nats_per_token, self.bits_per_byte, self.perplexity = loss, bits, perplexity
+        self.steps = None

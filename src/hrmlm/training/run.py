@@ -59,8 +59,10 @@ class RunDirectory:
 
     def is_run(self) -> bool:
         """Whether a run was started here, or nothing at all (it was killed before its first file)."""
-        signs = (self.path / "recipe.yaml", self.path / ".lock")
-        return self.path.is_dir() and (any(s.is_file() for s in signs) or not any(self.path.iterdir()))
+        named_like_one = self.metrics.is_file() and (self.path / "recipe.yaml").is_file()
+        return self.path.is_dir() and (
+            named_like_one or (self.path / ".lock").is_file() or not any(self.path.iterdir())
+        )
 
     def lock(self) -> None:
         """Hold the directory for this process. Raises: UserError if another process trains in it."""
