@@ -1,6 +1,9 @@
 """Learned depth on the command line: evaluate, generate, probe, import (R35, R41)."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +160,25 @@ def test_import(shared: Path, capsys: Capture, tmp_path: Path) -> None:
     missing = ("--weights", "/nowhere.safetensors", *files[2:])
     assert "/nowhere.safetensors" in refused(capsys, "import", "cosmicfish", *missing, "--out", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_probe_of_a_file_whose_name_looks_like_markup(place: Path, tmp_path: Path, capsys: Capture) -> None:
+    text = tmp_path / "a [" / "red] ü" / "text.txt"
+    text.parent.mkdir(parents=True)
+    text.write_text(TEXT)
+    capsys.readouterr()
+    assert call("probe", "depth", place / "fish", "--data", text, "--thresholds", "", "--depths", "1") == 0
+    assert "depth 1" in capsys.readouterr().out
+
+
+def test_json_of_a_probe_is_json_on_a_terminal_without_umlauts(place: Path, tmp_path: Path) -> None:
+    text = tmp_path / "ü.txt"
+    text.write_text(TEXT)
+    command = [sys.executable, "-m", "hrmlm", "probe", "depth", place / "fish", "--data", text, "--json"]
+    done = subprocess.run(
+        [*command, "--thresholds", "", "--depths", "1"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["data_path"] == str(text)

@@ -1,7 +1,6 @@
 """The command line: parses, calls, prints. It decides nothing."""
 
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import hrmlm
-from hrmlm.cli_probe import evaluator, import_command
+from hrmlm.cli_probe import evaluator, import_command, print_json
 from hrmlm.cli_probe import probe as probe_commands
 from hrmlm.errors import UserError
 
@@ -61,15 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(message: str, code: int) -> None:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
-
-
-def _print_json(value: Any) -> None:
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # a terminal without these characters, or a file name that is not UTF-8
-        text = json.dumps(value)
-    print(text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -136,7 +126,7 @@ def prepare(
     for warning in meta.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if as_json:
-        return _print_json(meta.model_dump(mode="json"))
+        return print_json(meta.model_dump(mode="json"))
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -166,7 +156,7 @@ def info(
     settings = resolve_checkpoint(model).model if Path(model).is_dir() else recipe_model(load_recipe(model))
     report = cost_of(settings, length)
     if as_json:
-        return _print_json(report.to_dict())
+        return print_json(report.to_dict())
     from rich.console import Console
 
     show(report, Console(), model)
@@ -206,7 +196,7 @@ def train(
             1,
         )
     if as_json:
-        return _print_json(vars(result))
+        return print_json(vars(result))
     if result.stopped_by:
         ERRORS.print(
             f"{result.stopped_by}: saved after step {result.step} of {result.steps}; go on with the same command and "
@@ -252,7 +242,7 @@ def evaluate(
         progress=sys.stderr.isatty(),
     )
     if as_json:
-        return _print_json(report.to_dict())
+        return print_json(report.to_dict())
     from rich.console import Console
 
     show(report, Console())
@@ -322,7 +312,7 @@ def generate(
         return print()
     completions = run(model, tokenizer, texts, options)
     if as_json:
-        return _print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
+        return print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
     for text, completion in zip(texts, completions, strict=True):
         shown = visible(completion.text) if sys.stdout.isatty() else completion.text
         print(f"{text}{shown}\n")

@@ -21,6 +21,16 @@ probe = typer.Typer(help="Study a trained model.", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs instead of a table.")]
 
 
+def print_json(value: Any) -> None:
+    """One line of JSON, in characters that standard output has."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal without these characters, or a file name that is not UTF-8
+        text = json.dumps(value)
+    print(text)
+
+
 @probe.command()
 def depth(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
@@ -64,7 +74,7 @@ def depth(
     )
     picture = study.write(result, out) if out is not None else None
     if as_json:
-        return print(json.dumps(result.to_dict(), ensure_ascii=False))
+        return print_json(result.to_dict())
     from rich.console import Console
 
     study.show(result, Console())
@@ -123,7 +133,7 @@ def import_command(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if as_json:
         facts = {"out": str(out), "parameters": parameters, "model": model.config.model_dump(mode="json")}
-        return print(json.dumps(facts, ensure_ascii=False))
+        return print_json(facts)
     print(f"{out}: {parameters:,} parameters, {model.config.family}")
     if tokenizer is None:
         print("It holds no tokenizer: generate and evaluate need one, import again with --tokenizer.", file=sys.stderr)

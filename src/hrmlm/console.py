@@ -52,12 +52,14 @@ class TrainingBar(Reporter):
         rate = f"{tokens_per_second:,.0f}"
         self._progress.update(self._task, completed=result.step, loss=shown, steps=steps, rate=rate)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, is_best: bool) -> None:
+    def evaluation(
+        self, step: int, loss: float, bits_per_byte: float | None, is_best: bool, mean_steps: float | None = None
+    ) -> None:
         """See Reporter."""
         self._progress.update(self._task, valid=f"{loss:.3f}")
         if not ERRORS.is_terminal:
             bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-            depth = "" if self._mean_steps is None else f", {self._mean_steps:.2f} steps per token"
+            depth = "" if mean_steps is None else f", {mean_steps:.2f} steps per token"
             line = f"{self.name}: step {step}, validation {loss:.4f} nats per token{bits}{depth}"
             ERRORS.print(line, highlight=False, markup=False)
 

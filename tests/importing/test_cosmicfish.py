@@ -231,8 +231,43 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weights = synthetic(CONFIG)
     weights["hrm_core.L_init"][3] = torch.nan
-    with pytest.raises(UserError, match="L_init is not finite"):
+    weights["wte.weight"][0, 0] = torch.inf
+    with pytest.raises(UserError, match=r"hrm_core\.L_init is not finite; wte\.weight is not finite"):
         imported(tmp_path, CONFIG, weights)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_no_real_numbers_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Quantised weights without their scales would load as noise."""
+    weights = {name: tensor.to(dtype) for name, tensor in synthetic(CONFIG).items()}
+    with pytest.raises(UserError, match=r"wte\.weight holds \w+ where floating point is needed"):
+        imported(tmp_path, CONFIG, weights)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["n_head", "n_kv_head", "vocab_size", "eps"])
+def test_null_is_not_a_default(key: str, tmp_path: Path) -> None:
+    """Any number of heads fits the shapes: ours must not be chosen in silence."""
+    files = write(tmp_path, CONFIG, synthetic(CONFIG))
+    files[1].write_text(json.dumps({**CONFIG, key: None}))
+    with pytest.raises(UserError, match=f"{key} must not be null"):
+        import_weights("cosmicfish", *files, tmp_path / "out")
+
+
+@pytest.mark.parametrize("vocab_size", ["300", [300], 3.5, True])
+def test_a_vocabulary_size_of_another_type_with_a_tokenizer(vocab_size: Any, tmp_path: Path) -> None:
+    files = write(tmp_path, CONFIG, synthetic(CONFIG))
+    files[1].write_text(json.dumps({**CONFIG, "vocab_size": vocab_size}))
+    Tokenizer.bytes().save(tmp_path)
+    with pytest.raises(UserError, match="vocab_size: input should be a valid integer"):
+        import_weights("cosmicfish", *files, tmp_path / "out", tokenizer=tmp_path)
+
+
+def test_more_steps_than_can_be_unrolled_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="depth 20000 is beyond"):
+        imported(tmp_path, {**CONFIG, "hrm_max_steps": 20_000}, synthetic(CONFIG))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hrmlm.console import TrainingBar
+from hrmlm.errors import UserError
 from hrmlm.models import build_model
 from hrmlm.steps import StepCounts
 from hrmlm.training import metrics
@@ -117,3 +118,25 @@ def test_the_progress_shows_mean_steps(data: Path, tmp_path: Path, capsys: Captu
     assert "1.00 steps per token" in capsys.readouterr().err
     train(tiny(data, **{"training.steps": 1}), tmp_path / "other", reporter=TrainingBar("other"))
     assert "steps per token" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model.halting": "sequence"}, "not trained"), ({"model.max_steps": 20_000}, "depth 20000 is beyond")],
+)
+def test_a_model_that_cannot_be_trained_leaves_no_run(
+    change: dict[str, Any], message: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tiny(data, "cosmicfish", **change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_line_of_an_evaluation_tells_its_own_steps(data: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Not those of training, which explores."""
+    recipe = tiny(data, "cosmicfish", **{**CONSTANT, "model.exploration": 1.0})
+    train(recipe, tmp_path / "run", reporter=TrainingBar("x"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    assert lines
+    assert all("1.00 steps per token" in line for line in lines)
+    assert all(line["mean_steps"] > 1 for line in record(tmp_path / "run"))

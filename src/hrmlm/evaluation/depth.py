@@ -139,11 +139,12 @@ def _executed(model: LanguageModel, report: LossReport) -> dict[int, int]:
 
 def show(probe: DepthProbe, console: "Console") -> None:
     """Print the table for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     first = probe.points[0].report
     split = f" ({first.split})" if first.split else ""
-    table = Table(title=f"Loss and depth on {first.data_path or first.data}{split}", title_justify="left")
+    table = Table(title=escape(f"Loss and depth on {first.data_path or first.data}{split}"), title_justify="left")
     table.add_column("setting")
     for column in ("nats/token", "bits/byte", "steps/token", "block calls/token"):
         table.add_column(column, justify="right")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hrmlm.checkpoint import NotFiniteError, named_tensors, read_tensors, save_checkpoint
+from hrmlm.checkpoint import named_tensors, read_tensors, save_checkpoint
 from hrmlm.config import nearest
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
@@ -50,7 +50,7 @@ def import_weights(
     predicted).
 
     Raises: UserError for an unknown format, a pickle, a configuration that cannot be expressed, and in one line for all
-    tensors that are missing, unknown, of another shape, not tied as they must be, or not finite.
+    tensors that are missing, unknown, of another shape or kind, not tied as they must be, or not finite.
     """
     if format_name not in formats():
         raise UserError(f"unknown format {format_name!r}, {nearest(format_name, formats())}")
@@ -58,16 +58,15 @@ def import_weights(
     refuse_existing(out)
     settings = translator.settings(_read_config(Path(config)), str(config))
     words = None if tokenizer is None else Tokenizer.load(tokenizer)
+    model_settings = model_config(settings, where=str(config))
     if words is not None:
         if words.vocab_size > settings["vocab_size"]:
             raise UserError(f"{tokenizer} has {words.vocab_size} ids and the model only {settings['vocab_size']}")
-        settings["used_vocab"] = words.vocab_size
-    model = build_model(model_config(settings, where=str(config)))
+        model_settings = model_settings.replace(used_vocab=words.vocab_size)
+    model = build_model(model_settings)
+    model.schedule()  # more steps than can be unrolled are refused now, not when the checkpoint is used
     _fill(model, translator, Path(weights))
-    try:
-        save_checkpoint(out, model, tokenizer=words)
-    except NotFiniteError as error:
-        raise UserError(f"{weights}: {error.name} is not finite; nothing was imported") from None
+    save_checkpoint(out, model, tokenizer=words)
     return model.eval()
 
 
@@ -111,4 +110,8 @@ def _problems(stored: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], tie
             problems.append(f"unknown {name}")
         elif tuple(tensor.shape) != shapes[name]:
             problems.append(f"{name} has shape {tuple(tensor.shape)} where {shapes[name]} is needed")
+        elif not tensor.is_floating_point():  # quantised weights mean nothing without their scales
+            problems.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')} where floating point is needed")
+        elif not tensor.float().isfinite().all():
+            problems.append(f"{name} is not finite")
     return problems

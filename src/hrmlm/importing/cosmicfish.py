@@ -60,6 +60,8 @@ def settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in (*SWITCHES, "bias"):
         if key in config and not isinstance(config[key], bool):
             problems.append(f"{key} must be true or false, not {config[key]!r}")
+    # null is not "choose yourself" as in our own settings: a wrong number of heads would still fit every shape.
+    problems += [f"{key} must not be null" for key in sorted(needed - {*SWITCHES}) if config.get(key, 0) is None]
     if config.get("bias") is True:
         problems.append("bias: true, biases in the linear layers, is not supported")
     if problems:

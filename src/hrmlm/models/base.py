@@ -341,6 +341,10 @@ class LanguageModel(nn.Module, ABC):
         if lengths_B is not None and (int(lengths_B.min()) < 0 or int(lengths_B.max()) > shape[1]):
             raise UserError(f"lengths_B holds numbers outside 0..{shape[1]}, the tokens of this call")
 
+    def check_training(self) -> None:
+        """Raises: UserError if this model cannot be trained."""
+        self.schedule()
+
     def losses(self, batch: Batch, rng: random.Random | None = None) -> Iterator[PartialLoss]:
         """Partial losses of a training step, one per supervision pass, each with its own graph.
 

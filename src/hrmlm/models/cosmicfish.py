@@ -194,10 +194,15 @@ class CosmicFish(AdaptiveModel):
         call.running_BL, call.steps_BL = None, steps_B[:, None].expand(x_BLD.shape[:2])
         return H_BLD
 
-    def losses(self, batch: Any, rng: random.Random | None = None) -> Iterator[Any]:
-        """See LanguageModel.losses. Raises: UserError with halting "sequence"."""
+    def check_training(self) -> None:
+        """See LanguageModel.check_training. Raises: UserError with halting "sequence"."""
+        super().check_training()
         if self.config.halting == "sequence":
             raise UserError("halting 'sequence' gives its head no gradient and is not trained; use halting: token")
+
+    def losses(self, batch: Any, rng: random.Random | None = None) -> Iterator[Any]:
+        """See LanguageModel.losses. Raises: UserError with halting "sequence"."""
+        self.check_training()
         return super().losses(batch, rng)
 
     def new_cache(

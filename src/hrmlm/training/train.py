@@ -47,8 +47,10 @@ class Reporter:
     def step(self, result: StepResult, tokens_per_second: float) -> None:
         """After every step."""
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, is_best: bool) -> None:
-        """After every evaluation."""
+    def evaluation(
+        self, step: int, loss: float, bits_per_byte: float | None, is_best: bool, mean_steps: float | None = None
+    ) -> None:
+        """After every evaluation. mean_steps: outer steps per validation token, of models that decide their depth."""
 
     def stop(self) -> None:
         """At the end, whatever the reason."""
@@ -153,6 +155,7 @@ class _Session:
     def _new_trainer(self) -> Trainer:
         torch.manual_seed(self.recipe.training.seed)
         model = build_model(self.config)
+        model.check_training()  # before anything is written
         workers = self.recipe.data.workers
         return Trainer(self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers))
 
@@ -323,7 +326,7 @@ class _Session:
         steps = depth.of_evaluation(report.steps)
         self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
         self._warn_once(depth.KIND, depth.constant_depth(model, report.steps))
-        self.reporter.evaluation(progress.step, loss, bits, is_best)
+        self.reporter.evaluation(progress.step, loss, bits, is_best, report.steps and report.steps.mean)
         progress.last_evaluation = (progress.step, loss, bits)
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
