@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -85,6 +86,9 @@ def _affordable_steps(recipes: dict[str, Recipe], seconds: float) -> int:
 def _train(name: str, recipe: Recipe, out: Path) -> Row:
     directory = out / RECIPES[name].removeprefix("demo-")
     result = train(recipe, directory, overwrite=directory.exists(), reporter=TrainingBar(name))
+    if result.stopped_by:
+        ERRORS.print(f"{result.stopped_by}: the demo stops here; start it again with the same command")
+        raise KeyboardInterrupt
     source = resolve_checkpoint(directory)
     model = load_model(source)
     report = evaluate_data(model, PreparedData.open(recipe.data.path or ""), window=recipe.window)
@@ -105,10 +109,11 @@ def _train(name: str, recipe: Recipe, out: Path) -> Row:
 
 def _print_table(rows: list[Row], console: Console) -> None:
     title = f"Validation after {rows[0].result.steps} steps of {rows[0].result.tokens // rows[0].result.steps:,} tokens"
-    table = Table(title=title, title_justify="left")
+    # Narrow enough for 80 columns.
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("model", no_wrap=True)
-    for column in ("parameters", "weights MB", "nats/token", "perplexity", "bits/byte", "tokens/s"):
-        table.add_column(column, justify="right")
+    for column in ("parameters", "MB*", "nats/token", "perplexity", "bits/byte", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.name,
@@ -120,6 +125,7 @@ def _print_table(rows: list[Row], console: Console) -> None:
             f"{row.result.tokens_per_second:,.0f}",
         )
     console.print(table)
+    console.print("* weights in float32", style="dim")
 
 
 def _draw(rows: list[Row], path: Path) -> Path:
