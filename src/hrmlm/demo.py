@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -110,7 +109,7 @@ def _train(name: str, recipe: Recipe, out: Path) -> Row:
 def _print_table(rows: list[Row], console: Console) -> None:
     title = f"Validation after {rows[0].result.steps} steps of {rows[0].result.tokens // rows[0].result.steps:,} tokens"
     # Narrow enough for 80 columns.
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)
     for column in ("parameters", "MB*", "nats/token", "perplexity", "bits/byte", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
