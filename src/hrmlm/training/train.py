@@ -326,7 +326,8 @@ class _Session:
         steps = depth.of_evaluation(report.steps)
         self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
         self._warn_once(depth.KIND, depth.constant_depth(model, report.steps))
-        self.reporter.evaluation(progress.step, loss, bits, is_best, report.steps and report.steps.mean)
+        mean_steps = None if report.steps is None else report.steps.mean
+        self.reporter.evaluation(progress.step, loss, bits, is_best, mean_steps)
         progress.last_evaluation = (progress.step, loss, bits)
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
