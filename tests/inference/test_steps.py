@@ -10,7 +10,7 @@ from rich.console import Console
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.inference import Engine, GenerationOptions, TokenEvent, generate, stream
-from hrmlm.inference.show import COLOURS, DepthWriter, style
+from hrmlm.inference.show import COLOURS, DepthWriter, style, visible
 from hrmlm.models import LanguageModel, build_model
 from tests.families import FAMILIES
 from tests.inference.helpers import BYTES, END, greedy, say, small_model
@@ -181,7 +181,7 @@ def test_colours_tell_the_steps_and_change_no_character() -> None:
     text = "a line longer than the terminal\tis wide\r\n [bold]ü 言 \n"
     events = [event(text, 1, 0), event("", 2, 1), event("b", 4, 2)]
     shown = written(events, **TERMINAL)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == f"prompt{text}b\nsteps: 1 2 3 4 (mean 2.33 over 3 tokens)\n"
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == f"prompt{visible(text)}b\nsteps: 1 2 3 4 (mean 2.33 over 3 tokens)\n"
     codes = re.findall(r"\x1b\[([0-9;]+)m(b|[1-4])\x1b", shown)
     assert len({code for code, _ in codes}) == 4
     by_character = {character: code for code, character in codes}
