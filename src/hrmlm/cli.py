@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import hrmlm
-from hrmlm.cli_probe import evaluator, import_command, print_json
+from hrmlm.cli_probe import Json, evaluator, import_command, print_json
 from hrmlm.cli_probe import probe as probe_commands
 from hrmlm.errors import UserError
 
@@ -27,7 +27,6 @@ HaltThreshold = Annotated[
     float | None,
     typer.Option(help="Stop a position when its halting probabilities sum to this (default: as trained)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs instead of a table.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

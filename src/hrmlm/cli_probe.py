@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 probe = typer.Typer(help="Study a trained model.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
 
 
 def print_json(value: Any) -> None:
