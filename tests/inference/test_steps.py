@@ -109,7 +109,7 @@ def test_steps_leave_no_gradient() -> None:
     with torch.enable_grad():
         engine.step()
     assert engine._cache is not None
-    assert not engine._cache.keys_SBHPK.requires_grad
+    assert not engine._cache.keys[-1].requires_grad
 
 
 # Who owns the text

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
-from hrmlm.models.blocks import ForwardCall, prepare_call
-from hrmlm.models.halting import HaltingHead, run_adaptive
+from hrmlm.models.blocks import ForwardCall, States, prepare_call
+from hrmlm.models.halting import HaltingHead, LearnedHalting, run_adaptive
 from tests.families import FAMILIES
 from tests.models.helpers import build, lively_model, random_tokens, recorded_calls
 from tests.models.test_causality import check_causal
@@ -59,19 +59,30 @@ class Script(HaltingHead):
         return next(self.script)
 
 
+class Adding:
+    """A model whose cycle adds a number to its states; remembers what every cycle was given."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+        self.given: list[Tensor] = []
+
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        self.given.append(states[0])
+        return tuple(state + self.number for state in states)
+
+    def read(self, states: States) -> Tensor:
+        return states[0]
+
+
 def run_scripted(p_SBL: Tensor, states: tuple[Tensor, ...], threshold: float = 0.99, **changes: object) -> tuple:
-    """run_adaptive with a step that adds 1; the output, the call, and the states that every step was given."""
+    """run_adaptive with a model that adds 1; the output, the call, and the states that every step was given."""
     S, B, L = p_SBL.shape
     call = prepare_call(B, L, 2, 1e4, torch.device("cpu"), None)
     for key, value in changes.items():
         setattr(call, key, value)
-    given: list[Tensor] = []
-
-    def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
-        given.append(states[0])
-        return tuple(state + 1 for state in states)
-
-    return run_adaptive(step, states, Script(p_SBL), call, S, threshold, (0, 1)), call, given
+    model = Adding(1)
+    rule = LearnedHalting(Script(p_SBL), threshold)
+    return run_adaptive(model, states, rule, call, S, (0, 1)), call, model.given
 
 
 @pytest.mark.parametrize("minimum", [1, 2, 5, 7])
@@ -82,7 +93,7 @@ def test_weights_sum_to_one(minimum: int) -> None:
     call = prepare_call(40, 50, 2, 1e4, torch.device("cpu"), None)
     call.minimum_steps = minimum
     ones = torch.ones(40, 50, 3)
-    output = run_adaptive(lambda i, states, c: states, (ones,), Script(p_SBL), call, 7, 0.99, (0, 1))
+    output = run_adaptive(Adding(0), (ones,), LearnedHalting(Script(p_SBL), 0.99), call, 7, (0, 1))
     torch.testing.assert_close(output, ones, atol=1e-6, rtol=0)
     steps = set(call.steps_BL.unique().tolist())
     assert steps == set(range(minimum, 8))
@@ -193,8 +204,8 @@ def test_decoding_computes_what_runs_and_nothing_else(name: str) -> None:
         assert sum(len(state) for state in calls[module]) == sum(steps) * per_step
     stride = sum(core_modules(model).values())
     first = cache.n_slots - 8 * stride
-    for tensor in (cache.keys_SBHPK, cache.values_SBHPK):
-        by_step = tensor[first:].unflatten(0, (8, stride))[:, :, :, :, 0]
+    for tensors in (cache.keys, cache.values):
+        by_step = torch.stack(tensors[first:]).unflatten(0, (8, stride))[:, :, :, :, 0]
         for row, stop in enumerate(steps):
             for later in range(stop, 8):
                 assert torch.equal(by_step[later, :, row], by_step[stop - 1, :, row])

@@ -19,8 +19,18 @@ from torch import Tensor, nn
 from hrmlm.config import StrictConfig
 from hrmlm.data.batch import IGNORE, Batch
 from hrmlm.errors import UserError
-from hrmlm.models.blocks import Application, ApplicationStats, Attention, Block, ForwardCall, prepare_call
+from hrmlm.models.blocks import (
+    Application,
+    ApplicationStats,
+    Attention,
+    Block,
+    ForwardCall,
+    States,
+    packed_linear,
+    prepare_call,
+)
 from hrmlm.models.cache import KVCache
+from hrmlm.models.halting import ExitRule, run_adaptive
 
 INIT_STD = 0.02
 MAX_DEPTH = 10_000
@@ -161,11 +171,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class LanguageModel(nn.Module, ABC):
     """A decoder-only language model: tokens in, next-token logits out, whatever happens in between.
 
-    A family says what happens in between: `schedule` lists the applications of its modules, `states` runs them.
+    A family says what happens in between: `schedule` lists the applications of its modules; `begin`, then `cycle` again
+    and again, then `read` and `finish` run them. Whoever wants to stop, draft or go on in between can.
     """
 
     config: Any  # the family's own subclass of ModelConfig
     n_passes: int = 1
+    packed_head: Tensor | None = None  # see blocks.Linear
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -193,8 +205,53 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
-        """Run the schedule; yield the readout state (B, L, D), before the final norm, at the end of every pass."""
+    def begin(self, tokens_BL: Tensor, call: ForwardCall) -> States:
+        """The states before the first cycle: embedding, and what runs once per token."""
+
+    @abstractmethod
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """The states after one more cycle, step or layer; `index` counts from 0, over all supervision passes."""
+
+    @abstractmethod
+    def read(self, states: States) -> Tensor:
+        """The state (B, L, D) that would be read out now; any number of times, it changes nothing."""
+
+    def finish(self, state_BLD: Tensor, call: ForwardCall) -> Tensor:
+        """What runs once per token after the last cycle: readout state (B, L, D), before the final norm."""
+        return state_BLD
+
+    @property
+    def cycle_slots(self) -> tuple[int, int] | None:
+        """First key/value slot of the first cycle, and slots per cycle; None where cycles do not share their weights.
+
+        Where positions stop at different cycles, their keys and values stand in for those of later cycles.
+        """
+        return None
+
+    def restart(self, tokens_BL: Tensor, states: States, call: ForwardCall) -> States:
+        """The states with which the next supervision pass starts: those of the one before, without their graph."""
+        return tuple(state.detach() for state in states)
+
+    def exit_rule(self, call: ForwardCall) -> ExitRule | None:
+        """What decides when positions stop; None: all run every cycle."""
+        return call.exit
+
+    def states(self, tokens_BL: Tensor, call: ForwardCall) -> Iterator[Tensor]:
+        """Run the call's schedule; yield the readout state (B, L, D), before the final norm, after every pass."""
+        states = self.begin(tokens_BL, call)
+        rule = self.exit_rule(call)
+        if rule is not None:
+            assert self.cycle_slots is not None
+            most = call.cycles * self.n_passes
+            yield self.finish(run_adaptive(self, states, rule, call, most, self.cycle_slots), call)
+            return
+        for supervision_pass in range(self.n_passes):
+            first = supervision_pass * call.cycles
+            if first:
+                states = self.restart(tokens_BL, states, call)
+            for index in range(first, first + call.cycles):
+                states = self.cycle(index, states, call)
+            yield self.finish(self.read(states), call)
 
     def repeated_modules(self) -> Iterable[nn.Module]:
         """Modules whose weights are applied M times and start smaller (scaled init)."""
@@ -248,6 +305,8 @@ class LanguageModel(nn.Module, ABC):
 
     def readout(self, state_BLD: Tensor) -> Tensor:
         """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
+        if self.packed_head is not None:
+            return packed_linear(self.norm(state_BLD), self.packed_head).float()
         weight_VD = self.embedding.weight
         if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
             weight_VD = weight_VD[: self.config.n_predicted]
@@ -262,6 +321,7 @@ class LanguageModel(nn.Module, ABC):
         read_B: Tensor | None = None,
         depth: int | None = None,
         halt_threshold: float | None = None,
+        exit: ExitRule | None = None,
         stats: bool = False,
     ) -> ModelOutput:
         """Logits of the next token at every position.
@@ -270,20 +330,20 @@ class LanguageModel(nn.Module, ABC):
         lengths_B: how many of the L tokens of each row are real, the rest being padding on the right (None: all).
         read_B: read the logits at this one position of each row only. depth: run so many cycles, steps or layers.
         halt_threshold: sum of halting probabilities that stops a position (None: as trained; learned halting only).
+        exit: rule by which each position stops at a cycle of its own (None: as trained).
         stats: also return what each application did.
 
         Raises: UserError if the sequence is longer than the context, an id is outside the vocabulary, or the depth is
         impossible.
         """
-        schedule = self.schedule(depth)
-        if cache is not None:
-            self._check_cache(cache, schedule, tokens_BL.shape, lengths_B)
-        call = self._begin(tokens_BL, cache, lengths_B)
-        call.stats = [] if stats else None
-        call.depth, call.halt_threshold, call.schedule = depth, halt_threshold, schedule
         if halt_threshold is not None:
             self.check_threshold(halt_threshold, depth)
-        for state_BLD in self.states(tokens_BL, call, schedule):
+        if exit is not None:
+            self.check_exit(depth, halt_threshold)
+        call = self.prepare(tokens_BL, cache=cache, lengths_B=lengths_B, depth=depth)
+        call.stats = [] if stats else None
+        call.halt_threshold, call.exit = halt_threshold, exit
+        for state_BLD in self.states(tokens_BL, call):
             last_BLD = state_BLD
         if cache is not None:
             cache.lengths_B = cache.lengths_B + (tokens_BL.shape[1] if lengths_B is None else lengths_B.cpu())
@@ -307,6 +367,32 @@ class LanguageModel(nn.Module, ABC):
                 f"halt_threshold {halt_threshold:g}: a position stops when its halting probabilities sum to it, so "
                 "give a number above 0 and at most 1"
             )
+
+    def check_exit(self, depth: int | None = None, halt_threshold: float | None = None) -> None:
+        """Raises: UserError if positions of this model cannot stop at cycles of their own by a rule that is given."""
+        if depth is not None or halt_threshold is not None:
+            raise UserError("an exit rule, depth and halt_threshold exclude each other; give one of them")
+        if self.cycle_slots is None:
+            raise UserError("an exit rule needs cycles that share their weights; give this model a depth instead")
+
+    def prepare(
+        self,
+        tokens_BL: Tensor,
+        *,
+        cache: KVCache | None = None,
+        lengths_B: Tensor | None = None,
+        depth: int | None = None,
+    ) -> ForwardCall:
+        """What `begin`, `cycle`, `read` and `finish` need to run for these tokens; arguments and errors of `forward`.
+
+        The cache's lengths stay as they are: who runs the cycles decides which tokens stay.
+        """
+        schedule = self.schedule(depth)
+        if cache is not None:
+            self._check_cache(cache, schedule, tokens_BL.shape, lengths_B)
+        call = self._begin(tokens_BL, cache, lengths_B)
+        call.schedule, call.depth, call.cycles = schedule, depth, depth or self.trained_depth
+        return call
 
     def _begin(self, tokens_BL: Tensor, cache: KVCache | None, lengths_B: Tensor | None) -> ForwardCall:
         B, L = tokens_BL.shape
@@ -351,11 +437,10 @@ class LanguageModel(nn.Module, ABC):
         rng: decides exit sampling (None: always the full depth).
         """
         depth = self._training_depth(rng)
-        schedule = self.schedule(depth)
         call = self._begin(batch.inputs_BL, None, None)
-        call.backward_per_pass, call.schedule = True, schedule
+        call.backward_per_pass, call.schedule, call.cycles = True, self.schedule(depth), depth
         self.prepare_training(call, rng)
-        for index, state_BLD in enumerate(self.states(batch.inputs_BL, call, schedule)):
+        for index, state_BLD in enumerate(self.states(batch.inputs_BL, call)):
             logits_BLV = self.readout(state_BLD)
             nats = F.cross_entropy(
                 logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum"

@@ -3,15 +3,23 @@
 Shapes: B rows, L new positions, P all positions up to the last new one, D width, H heads, K head size, F hidden size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hrmlm.models.cache import KVCache
+from hrmlm.models.cache import KVCache, Placement
+
+if TYPE_CHECKING:
+    from hrmlm.models.halting import ExitRule
+
+
+States = tuple[Tensor, ...]
+"""What a model carries from one cycle of its depth to the next, each (B, L, D)."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,9 @@ class KeyHistory:
 class ForwardCall:
     """What one forward call shares between all its applications: positions, mask, cache, window, statistics."""
 
-    cos_BLK: Tensor
-    sin_BLK: Tensor
-    positions_BL: Tensor
+    cos_B1LK: Tensor
+    sin_B1LK: Tensor
+    place: Placement
     mask_B1LP: Tensor | None  # None: plain causal attention
     is_causal: bool
     lengths_B: Tensor | None = None  # how many of the new tokens of each row are real; None: all
@@ -79,7 +87,9 @@ class ForwardCall:
     stats: list[ApplicationStats] | None = field(default=None)
     depth: int | None = None  # outer steps that were asked for; None: as trained, learned halting included
     halt_threshold: float | None = None  # sum of halting probabilities that stops a position; None: as trained
+    exit: "ExitRule | None" = None  # decides when positions stop; None: as trained
     rows: Tensor | None = None  # which rows of the cache this call works on; None: all
+    cycles: int = 0  # cycles of one pass: `depth`, or as trained
     history: KeyHistory | None = None
     running_BL: Tensor | None = None  # positions that have not stopped; None: all
     schedule: list[Application] = field(default_factory=list)
@@ -88,9 +98,10 @@ class ForwardCall:
     step_cost_BL: Tensor | None = None  # result: steps + remainder, differentiable
     q_B2: Tensor | None = None  # result: last halting logits of whole sequences
 
-    def pick(self, x_BLD: Tensor) -> Tensor:
-        """The rows of a tensor of the whole batch that this call works on."""
-        return x_BLD if self.rows is None else x_BLD[self.rows.to(x_BLD.device)]
+    @property
+    def positions_BL(self) -> Tensor:
+        """Where the new tokens stand, on the CPU."""
+        return self.place.positions_BL
 
     def of_rows(self, rows: Tensor) -> "ForwardCall":
         """The call restricted to some rows: of batches in which only these go on."""
@@ -98,22 +109,19 @@ class ForwardCall:
         def pick(table: Tensor) -> Tensor:
             return table if table.shape[0] == 1 else table[rows.to(table.device)]
 
-        last = int(self.positions_BL[rows].max())
+        place = Placement.of(self.positions_BL[rows], self.cos_B1LK.device, rows)
         return replace(
             self,
-            cos_BLK=pick(self.cos_BLK),
-            sin_BLK=pick(self.sin_BLK),
-            mask_B1LP=None if self.mask_B1LP is None else pick(self.mask_B1LP)[..., : last + 1],
-            positions_BL=self.positions_BL[rows],
+            cos_B1LK=pick(self.cos_B1LK),
+            sin_B1LK=pick(self.sin_B1LK),
+            mask_B1LP=None if self.mask_B1LP is None else pick(self.mask_B1LP)[..., : place.end],
+            place=place,
             rows=rows,
         )
 
-    @contextmanager
-    def application(self, application: Application) -> Iterator[None]:
+    def application(self, application: Application) -> AbstractContextManager[object]:
         """Switches gradients off while an application outside the gradient window runs."""
-        outside = self.truncate_gradient and not application.in_window
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not outside):
-            yield
+        return torch.no_grad() if self.truncate_gradient and not application.in_window else nullcontext()
 
     def record(
         self, application: Application, old_BLD: Tensor, new_BLD: Tensor, gate_BLD: Tensor | None = None
@@ -146,34 +154,43 @@ class ForwardCall:
 def prepare_call(
     batch_size: int, length: int, head_dim: int, theta: float, device: torch.device, cache: KVCache | None
 ) -> ForwardCall:
-    """Positions, rotation tables and mask for `length` new tokens in each of `batch_size` rows.
-
-    Rotary tables follow Su et al. 2021 in the rotate-half layout; they are computed per call, which costs nothing
-    beside the blocks and leaves no buffers behind.
-    """
+    """Positions, rotation tables and mask for `length` new tokens in each of `batch_size` rows."""
     if cache is None:
         positions_BL = torch.arange(length)[None]
         mask_B1LP, is_causal = None, True
+        place = Placement(positions_BL.expand(batch_size, length), length)
     else:
-        positions_BL = cache.reserve(length)
-        start, is_uniform = int(positions_BL.min()), bool((positions_BL[:, 0] == positions_BL[0, 0]).all())
+        place = Placement.of(cache.reserve(length), device)
+        start, is_uniform = place.end - length, place.index_L is not None
         is_causal = is_uniform and start == 0
+        positions_BL = place.positions_BL[:1] if is_uniform else place.positions_BL
         if is_causal or (is_uniform and length == 1):
             mask_B1LP = None  # a single new token sees everything that is stored
         else:
-            all_P = torch.arange(int(positions_BL.max()) + 1)
-            mask_B1LP = (all_P <= positions_BL[:, :, None])[:, None].to(device)
-    frequencies_K = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles_BLK = positions_BL[..., None].double() * frequencies_K
-    angles_BLK = torch.cat([angles_BLK, angles_BLK], dim=-1)[:, None]
+            mask_B1LP = (torch.arange(place.end) <= positions_BL[:, :, None])[:, None].to(device)
+    longest = length if cache is None else cache.max_length
+    cos_PK, sin_PK = rotary_tables(1 << (longest - 1).bit_length(), head_dim, theta, str(device))
+    index_BL = positions_BL.to(device)
     return ForwardCall(
-        cos_BLK=angles_BLK.cos().float().to(device),
-        sin_BLK=angles_BLK.sin().float().to(device),
-        positions_BL=positions_BL.expand(batch_size, length),
+        cos_B1LK=cos_PK[index_BL][:, None],
+        sin_B1LK=sin_PK[index_BL][:, None],
+        place=place,
         mask_B1LP=mask_B1LP,
         is_causal=is_causal,
         cache=cache,
     )
+
+
+@lru_cache(maxsize=16)
+def rotary_tables(length: int, head_dim: int, theta: float, device: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (P, K) of rotary positions (Su et al. 2021) in the rotate-half layout; kept for the next call.
+
+    The first half of the sines is negative: that is the sign with which the second half of a head enters the first.
+    """
+    frequencies_K = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles_PK = torch.arange(length, dtype=torch.float64)[:, None] * frequencies_K
+    sin_PK = torch.cat([-angles_PK.sin(), angles_PK.sin()], dim=-1)
+    return torch.cat([angles_PK, angles_PK], dim=-1).cos().float().to(device), sin_PK.float().to(device)
 
 
 def rotate(x_BHLK: Tensor, call: ForwardCall) -> Tensor:
@@ -181,8 +198,29 @@ def rotate(x_BHLK: Tensor, call: ForwardCall) -> Tensor:
     if not call.is_rotary:
         return x_BHLK
     first, second = x_BHLK.chunk(2, dim=-1)
-    turned = x_BHLK * call.cos_BLK + torch.cat([-second, first], dim=-1) * call.sin_BLK
+    turned = torch.addcmul(x_BHLK * call.cos_B1LK, torch.cat([second, first], dim=-1), call.sin_B1LK)
     return turned.to(x_BHLK.dtype)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights can be stood in for by a packed copy of them, for decoding.
+
+    packed: the weights in the layout that oneDNN chose for a few rows at a time; set and taken back by
+    `hrmlm.inference.packing`, never saved, never trained.
+    """
+
+    packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return packed_linear(x, self.packed, self.bias)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(…, in) → (…, out) with weights that oneDNN packed."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 class Attention(nn.Module):
@@ -192,8 +230,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, d_model // n_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(d_model, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(d_model, d_model, bias=False)
+        self.qkv = Linear(d_model, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=False)
+        self.out = Linear(d_model, d_model, bias=False)
 
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         """(B, L, D) → (B, L, D). Keys and values go to `slot` of the call's cache, if it has one."""
@@ -204,7 +242,7 @@ class Attention(nn.Module):
         if call.history is not None:
             k_BHPK, v_BHPK = call.history.mix(slot, k_BHPK, v_BHPK, call.running_BL)
         if call.cache is not None:
-            k_BHPK, v_BHPK = call.cache.append(slot, call.positions_BL, k_BHPK, v_BHPK, call.rows)
+            k_BHPK, v_BHPK = call.cache.append(slot, call.place, k_BHPK, v_BHPK)
         y_BHLK = F.scaled_dot_product_attention(
             q_BHLK,
             k_BHPK.to(q_BHLK.dtype),
@@ -222,8 +260,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(d_model, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        self.gate_up = Linear(d_model, 2 * hidden, bias=False)
+        self.down = Linear(hidden, d_model, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) → (B, L, D)."""
@@ -236,8 +274,8 @@ class GeluMLP(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        self.up = Linear(d_model, hidden, bias=False)
+        self.down = Linear(hidden, d_model, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) → (B, L, D)."""

@@ -1,12 +1,38 @@
-"""The key/value cache: one slot per application of the schedule, preallocated.
+"""The key/value cache: preallocated, one slot per application of the schedule.
 
 Shapes: B rows, H key/value heads, P positions, L new positions, K head size.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hrmlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the new tokens of a call stand: worked out once per call, used by all its applications.
+
+    positions_BL: on the CPU; end: number of positions that any new token may see. index_L: where all rows write the
+    same positions, these (on the device); otherwise rows_B1 and index_BL say who writes where.
+    """
+
+    positions_BL: Tensor
+    end: int
+    index_L: Tensor | None = None
+    rows_B1: Tensor | None = None
+    index_BL: Tensor | None = None
+
+    @classmethod
+    def of(cls, positions_BL: Tensor, device: torch.device | str, rows_B: Tensor | None = None) -> "Placement":
+        """Of these positions; rows_B: which rows of the cache they belong to (None: all, in order)."""
+        end = int(positions_BL[:, -1].max()) + 1
+        if rows_B is None and bool((positions_BL[:, 0] == positions_BL[0, 0]).all()):
+            return cls(positions_BL, end, index_L=positions_BL[0].to(device))
+        rows_B = torch.arange(len(positions_BL)) if rows_B is None else rows_B
+        return cls(positions_BL, end, rows_B1=rows_B[:, None].to(device), index_BL=positions_BL.to(device))
 
 
 class KVCache:
@@ -27,26 +53,26 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (n_slots, batch_size, n_kv_heads, max_length, head_dim)
-        # Zeros, not empty memory: a masked value is multiplied by weight 0, and 0 · NaN would be NaN.
-        self.keys_SBHPK = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_SBHPK = torch.zeros(shape, dtype=dtype, device=device)
+        # Zeros, not empty memory: a masked value is multiplied by weight 0, and 0 · NaN would be NaN. One tensor per
+        # slot: a compiled step that writes to a slot of a larger tensor would copy all of it.
+        def slots() -> list[Tensor]:
+            shape = (batch_size, n_kv_heads, max_length, head_dim)
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_slots)]
+
+        self.max_length = max_length
+        self.keys: list[Tensor] = slots()
+        self.values: list[Tensor] = slots()
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long)  # on the CPU: it steers Python code
 
     @property
     def n_slots(self) -> int:
         """Number of applications it has room for."""
-        return self.keys_SBHPK.shape[0]
-
-    @property
-    def max_length(self) -> int:
-        """Number of positions each row has room for."""
-        return self.keys_SBHPK.shape[3]
+        return len(self.keys)
 
     @property
     def bytes(self) -> int:
         """Bytes allocated."""
-        return 2 * self.keys_SBHPK.nbytes
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
 
     def reserve(self, n_new: int) -> Tensor:
         """Positions (B, L) at which the next `n_new` tokens of each row will stand.
@@ -58,42 +84,36 @@ class KVCache:
             raise UserError(f"the cache has room for {self.max_length} positions and {needed} are needed")
         return self.lengths_B[:, None] + torch.arange(n_new)
 
-    def append(
-        self, slot: int, positions_BL: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all stored ones up to the last new position, (B, H, P, K) each.
-
-        rows: which rows of the cache these are (None: all, in order).
-        """
-        keys_BHPK, values_BHPK = self.keys_SBHPK[slot], self.values_SBHPK[slot]
-        first, last = int(positions_BL.min()), int(positions_BL.max())
-        if rows is not None:
-            keys_BHPK[rows[:, None], :, positions_BL] = k_BHLK.transpose(1, 2).to(keys_BHPK.dtype)
-            values_BHPK[rows[:, None], :, positions_BL] = v_BHLK.transpose(1, 2).to(values_BHPK.dtype)
-            return keys_BHPK[rows, :, : last + 1], values_BHPK[rows, :, : last + 1]
-        if last - first + 1 == positions_BL.shape[1]:  # all rows write the same positions: a plain copy
-            keys_BHPK[:, :, first : last + 1] = k_BHLK
-            values_BHPK[:, :, first : last + 1] = v_BHLK
-        else:
-            rows_B1 = torch.arange(positions_BL.shape[0])[:, None]
-            keys_BHPK[rows_B1, :, positions_BL] = k_BHLK.transpose(1, 2).to(keys_BHPK.dtype)
-            values_BHPK[rows_B1, :, positions_BL] = v_BHLK.transpose(1, 2).to(values_BHPK.dtype)
-        return keys_BHPK[:, :, : last + 1], values_BHPK[:, :, : last + 1]
+    def append(self, slot: int, place: Placement, k_BHLK: Tensor, v_BHLK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return all stored ones up to the last new position, (B, H, P, K) each."""
+        keys_BHPK, values_BHPK = self.keys[slot], self.values[slot]
+        k_BHLK, v_BHLK = k_BHLK.to(keys_BHPK.dtype), v_BHLK.to(values_BHPK.dtype)
+        if place.index_L is not None:
+            keys_BHPK.index_copy_(2, place.index_L, k_BHLK)
+            values_BHPK.index_copy_(2, place.index_L, v_BHLK)
+            return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
+        assert place.rows_B1 is not None
+        where = (place.rows_B1, slice(None), place.index_BL)
+        keys_BHPK[where] = k_BHLK.transpose(1, 2)
+        values_BHPK[where] = v_BHLK.transpose(1, 2)
+        if len(place.rows_B1) < len(keys_BHPK):  # some rows only
+            rows_B = place.rows_B1[:, 0]
+            return keys_BHPK[rows_B, :, : place.end], values_BHPK[rows_B, :, : place.end]
+        return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
 
     def carry(self, positions_BL: Tensor, first_slot: int, stride: int, steps_BL: Tensor) -> None:
         """Copy keys and values of each position's last executed step to the slots of the steps it did not execute.
 
         Step s (from 1) owns the slots first_slot + (s − 1)·stride to first_slot + s·stride − 1, up to the last slot.
         """
-        n_steps = (self.n_slots - first_slot) // stride
         for row, (positions, steps) in enumerate(zip(positions_BL.tolist(), steps_BL.tolist(), strict=True)):
-            for done in set(steps) - {n_steps}:
+            for done in set(steps):
                 places = [position for position, step in zip(positions, steps, strict=True) if step == done]
                 source = first_slot + (done - 1) * stride
-                for tensor_SBHPK in (self.keys_SBHPK, self.values_SBHPK):
-                    kept = tensor_SBHPK[source : source + stride, row][:, :, places]
-                    rest = tensor_SBHPK[source + stride : first_slot + n_steps * stride, row]
-                    rest.unflatten(0, (n_steps - done, stride))[:, :, :, places] = kept
+                for slot in range(source + stride, self.n_slots):
+                    kept = source + (slot - source) % stride
+                    for tensors in (self.keys, self.values):
+                        tensors[slot][row, :, places] = tensors[kept][row, :, places]
 
     def crop(self, lengths_B: Tensor | int) -> None:
         """Forget what stands behind these lengths; rows that are shorter stay as they are."""
@@ -102,6 +122,8 @@ class KVCache:
     def select(self, rows: list[int] | Tensor) -> None:
         """Keep only these rows, in this order."""
         rows = torch.as_tensor(rows, dtype=torch.long)
-        self.keys_SBHPK = self.keys_SBHPK[:, rows.to(self.keys_SBHPK.device)]
-        self.values_SBHPK = self.values_SBHPK[:, rows.to(self.values_SBHPK.device)]
+        on_device = rows.to(self.keys[0].device)
+        for tensors in (self.keys, self.values):
+            for slot, tensor in enumerate(tensors):  # one by one: never two copies of the whole cache
+                tensors[slot] = tensor[on_device]
         self.lengths_B = self.lengths_B[rows]

@@ -20,10 +20,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
+from hrmlm.models.adaptive import AdaptiveModel
 from hrmlm.models.base import INIT_STD, ModelConfig, Positive
-from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP
+from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP, States
 from hrmlm.models.cache import KVCache
-from hrmlm.models.halting import AdaptiveModel, HaltingConfig, HaltingHead
+from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 
 
@@ -128,18 +129,46 @@ class CosmicFish(AdaptiveModel):
         low = [f"L_level.{i}" for i in range(c.L_layers)] * c.L_cycles
         return (low + [f"H_level.{i}" for i in range(c.H_layers)]) * c.H_cycles
 
-    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
-        """See LanguageModel.states. The schedule lists what runs at most; halting decides what runs."""
+    @property
+    def cycle_slots(self) -> tuple[int, int]:
+        """The core, step by step."""
+        return self._core_slot, self.config.slots_per_step
+
+    def begin(self, tokens_BL: Tensor, call: ForwardCall) -> States:
+        """See LanguageModel.begin: the states of both levels, and what the input blocks made of the tokens."""
         x_BLD = self.embed(tokens_BL)
         if self.position_table is not None:
             call.is_rotary = False
             x_BLD = x_BLD + self.position_table(call.positions_BL.clamp_max(self.config.context - 1).to(x_BLD.device))
         x_BLD = self._stack(self.input_blocks, x_BLD, call, 0)
+        return self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD), x_BLD
+
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """See LanguageModel.cycle: one outer step."""
+        c, slot = self.config, self._core_slot + index * self.config.slots_per_step
+        H_BLD, L_BLD, x_BLD = states
+        for _ in range(c.H_cycles):
+            for _ in range(c.L_cycles):
+                L_BLD = self._stack(self.L_level, L_BLD + H_BLD + x_BLD, call, slot)
+                slot += c.L_layers
+            H_BLD = self._stack(self.H_level, H_BLD + L_BLD, call, slot)
+            slot += c.H_layers
+        return H_BLD, L_BLD, x_BLD
+
+    def read(self, states: States) -> Tensor:
+        """See LanguageModel.read."""
+        return states[0]
+
+    def finish(self, state_BLD: Tensor, call: ForwardCall) -> Tensor:
+        """See LanguageModel.finish: the output blocks."""
+        return self._stack(self.output_blocks, state_BLD, call, self.config.input_layers)
+
+    def states(self, tokens_BL: Tensor, call: ForwardCall) -> Iterator[Tensor]:
+        """See LanguageModel.states. The schedule lists what runs at most; halting decides what runs."""
         if self.config.halting == "sequence":
-            core_BLD = self._sequence_core(x_BLD, call)
+            yield self.finish(self._sequence_core(self.begin(tokens_BL, call), call), call)
         else:
-            core_BLD = self._token_core(x_BLD, call)
-        yield self._stack(self.output_blocks, core_BLD, call, self.config.input_layers)
+            yield from super().states(tokens_BL, call)
 
     def _stack(self, layers: nn.ModuleList, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         for place, layer in enumerate(layers, start=slot):
@@ -148,31 +177,11 @@ class CosmicFish(AdaptiveModel):
             x_BLD = new_BLD
         return x_BLD
 
-    def _outer_step(
-        self, index: int, H_BLD: Tensor, L_BLD: Tensor, x_BLD: Tensor, call: ForwardCall
-    ) -> tuple[Tensor, Tensor]:
-        c, slot = self.config, self._core_slot + index * self.config.slots_per_step
-        for _ in range(c.H_cycles):
-            for _ in range(c.L_cycles):
-                L_BLD = self._stack(self.L_level, L_BLD + H_BLD + x_BLD, call, slot)
-                slot += c.L_layers
-            H_BLD = self._stack(self.H_level, H_BLD + L_BLD, call, slot)
-            slot += c.H_layers
-        return H_BLD, L_BLD
-
-    def _token_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
-        def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
-            H_BLD, L_BLD = states
-            return self._outer_step(index, H_BLD, L_BLD, call.pick(x_BLD), call)
-
-        start = (self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD))
-        return self.adaptive_loop(step, start, call, (self._core_slot, self.config.slots_per_step))
-
-    def _sequence_core(self, x_BLD: Tensor, call: ForwardCall) -> Tensor:
+    def _sequence_core(self, states: States, call: ForwardCall) -> Tensor:
         """The released rule; a row that stopped is frozen. Counts the outer steps before the one that stopped it."""
         if call.cache is not None:
             raise UserError("halting 'sequence' looks at the whole text and cannot be cached; generate with --no-cache")
-        H_BLD, L_BLD = self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD)
+        H_BLD, L_BLD, x_BLD = states
         bias = 0.0 if self.training else self.config.sequence_bias
         running_B = torch.ones(len(x_BLD), dtype=torch.bool, device=x_BLD.device)
         last = call.depth or self.config.max_steps
@@ -180,7 +189,7 @@ class CosmicFish(AdaptiveModel):
         steps_B = torch.full_like(running_B, last, dtype=torch.long)
         for index in range(last):
             call.running_BL = running_B[:, None]
-            new_H_BLD, new_L_BLD = self._outer_step(index, H_BLD, L_BLD, x_BLD, call)
+            new_H_BLD, new_L_BLD, _ = self.cycle(index, (H_BLD, L_BLD, x_BLD), call)
             running_B11 = running_B[:, None, None]
             H_BLD, L_BLD = torch.where(running_B11, new_H_BLD, H_BLD), torch.where(running_B11, new_L_BLD, L_BLD)
             call.q_B2 = self.halting.q(_mean(H_BLD, call.lengths_B))

@@ -8,18 +8,15 @@ Training and inference use the same rule, and no position looks at another one.
 Shapes: B rows, L positions, D width.
 """
 
-import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Protocol, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.config import StrictConfig
-from hrmlm.models.base import LanguageModel
-from hrmlm.models.blocks import ForwardCall, KeyHistory
+from hrmlm.models.blocks import ForwardCall, KeyHistory, States
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -125,38 +122,67 @@ class Halting:
         return self.steps_BL + self.remainder_BL
 
 
-def run_adaptive(
-    step: Callable[[int, tuple[Tensor, ...], ForwardCall], tuple[Tensor, ...]],
-    states: tuple[Tensor, ...],
-    head: HaltingHead,
-    call: ForwardCall,
-    max_steps: int,
-    threshold: float,
-    slots: tuple[int, int],
-) -> Tensor:
-    """Apply `step` to every position until it stops; return the weighted output (B, L, D).
+class ExitRule(Protocol):
+    """When does a position stop? Read after every outer step; no position looks at another one."""
 
-    step: (index from 0, states, call) → new states; the first state, (B, L, D) like all, is the one that halting reads
-    and the output weights. slots: first key/value slot of the first step, and slots per step. A call with a fixed depth
-    runs exactly that many steps and outputs the last state. While one token per row is decoded, rows that stopped are
-    not computed any more; keys and values of stopped positions stand in for their later steps in any case, so the
-    result is the same. Leaves `steps_BL` and `step_cost_BL` on the call.
+    @property
+    def threshold(self) -> float:
+        """A position stops once its probabilities sum to this."""
+
+    def __call__(self, before_BLD: Tensor, after_BLD: Tensor) -> Tensor:
+        """Probability to stop now, (B, L), from the states that would be read out before and after the outer step."""
+
+
+@dataclass(frozen=True)
+class LearnedHalting:
+    """The exit rule of a trained head."""
+
+    head: HaltingHead
+    threshold: float
+
+    def __call__(self, before_BLD: Tensor, after_BLD: Tensor) -> Tensor:
+        """See ExitRule."""
+        return self.head(after_BLD)
+
+
+class Stepwise(Protocol):
+    """What `run_adaptive` asks of a model: see LanguageModel for both."""
+
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """One outer step."""
+
+    def read(self, states: States) -> Tensor:
+        """The state that is read out, (B, L, D)."""
+
+
+def run_adaptive(
+    model: Stepwise, states: States, rule: ExitRule, call: ForwardCall, max_steps: int, slots: tuple[int, int]
+) -> Tensor:
+    """Apply outer steps to every position until it stops; return the weighted readout state (B, L, D).
+
+    states: where the model begins. slots: first key/value slot of the first step, and slots per step. A call with a
+    fixed depth runs exactly that many steps and outputs the last state. While one token per row is decoded, rows that
+    stopped are not computed any more; keys and values of stopped positions stand in for their later steps in any case,
+    so the result is the same. Leaves `steps_BL` and `step_cost_BL` on the call.
     """
-    halting = Halting.start(states[0])
+    state_BLD = model.read(states)
+    halting = Halting.start(state_BLD)
     last = call.depth or max_steps
     # Statistics are recorded of all rows, so all are computed where they are asked for.
-    decoding = call.cache is not None and states[0].shape[1] == 1 and call.stats is None
+    decoding = call.cache is not None and state_BLD.shape[1] == 1 and call.stats is None
     call.history = None if decoding else KeyHistory(slots[1])
     for index in range(last):
         call.running_BL = halting.running_BL if index else None
         if decoding:
-            states = _step_rows(step, index, states, call, halting.running_BL[:, 0])
+            states = _cycle_rows(model, index, states, call, halting.running_BL[:, 0])
         else:
-            new = step(index, states, call)
+            new = model.cycle(index, states, call)
             running_BL1 = halting.running_BL[..., None]
             states = tuple(torch.where(running_BL1, after, before) for after, before in zip(new, states, strict=True))
+        before_BLD, state_BLD = state_BLD, model.read(states)
         share = _share(index + 1, call)
-        halting = halting.advance(states[0], head(states[0]), threshold, share, index + 1 == last)
+        p_BL = rule(before_BLD, state_BLD)
+        halting = halting.advance(state_BLD, p_BL, rule.threshold, share, index + 1 == last)
         if not halting.running_BL.any():
             break
     call.record_skipped(range(slots[0] + (index + 1) * slots[1], slots[0] + last * slots[1]))
@@ -180,70 +206,10 @@ def _share(step: int, call: ForwardCall) -> float:
     return 1.0 if step >= call.minimum_steps else 0.5 / (call.minimum_steps - 1)
 
 
-def _step_rows(
-    step: Callable[[int, tuple[Tensor, ...], ForwardCall], tuple[Tensor, ...]],
-    index: int,
-    states: tuple[Tensor, ...],
-    call: ForwardCall,
-    running_B: Tensor,
-) -> tuple[Tensor, ...]:
+def _cycle_rows(model: Stepwise, index: int, states: States, call: ForwardCall, running_B: Tensor) -> States:
     """One outer step of the running rows only."""
     if running_B.all():
-        return step(index, states, call)
+        return model.cycle(index, states, call)
     rows = running_B.nonzero()[:, 0]
-    new = step(index, tuple(state[rows] for state in states), call.of_rows(rows.cpu()))
+    new = model.cycle(index, tuple(state[rows] for state in states), call.of_rows(rows.cpu()))
     return tuple(before.index_copy(0, rows, after.to(before.dtype)) for after, before in zip(new, states, strict=True))
-
-
-class AdaptiveModel(LanguageModel):
-    """A family that learns its depth where its configuration says `halting: token`: exploration and step cost of its
-    training. Its configuration is a HaltingConfig, its head is `self.halting`, its most steps are `trained_depth`."""
-
-    halting: HaltingHead | None
-
-    @property
-    def learns_depth(self) -> bool:
-        """Whether positions decide how many steps they take."""
-        return self.config.halting == "token"
-
-    def init_weights(self) -> None:
-        """See LanguageModel.init_weights; the halting logit starts at its initial bias."""
-        super().init_weights()
-        if self.halting is not None:
-            with torch.no_grad():
-                self.halting.q.bias.copy_(torch.tensor([self.config.initial_bias, 0.0]))
-
-    def adaptive_loop(
-        self,
-        step: Callable[[int, tuple[Tensor, ...], ForwardCall], tuple[Tensor, ...]],
-        states: tuple[Tensor, ...],
-        call: ForwardCall,
-        slots: tuple[int, int],
-    ) -> Tensor:
-        """`run_adaptive` with the settings of this model and this call."""
-        assert self.halting is not None
-        threshold = 1 - self.config.epsilon if call.halt_threshold is None else call.halt_threshold
-        return run_adaptive(step, states, self.halting, call, self.trained_depth, threshold, slots)
-
-    def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
-        """Exploration: give a share of the training batches a random minimum number of steps."""
-        most = self.trained_depth
-        if self.learns_depth and rng is not None and most > 1 and rng.random() < self.config.exploration:
-            call.minimum_steps = rng.randint(2, most)
-
-    def penalties(self, call: ForwardCall, scored_BL: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """See LanguageModel.penalties: the step cost, weighted by token like the loss itself."""
-        if not self.learns_depth:
-            return super().penalties(call, scored_BL)
-        assert call.step_cost_BL is not None
-        assert call.steps_BL is not None
-        cost = call.step_cost_BL[scored_BL].sum()
-        target = self.config.target_depth
-        pulled = cost if target is None else (cost - target * scored_BL.sum()).abs()
-        penalty = self.config.step_cost * pulled
-        steps = call.steps_BL[scored_BL]
-        sums = {"step_cost": penalty.detach(), "steps": steps.sum()}
-        for number, count in enumerate(torch.bincount(steps).tolist()):
-            if count:
-                sums[f"steps_share/{number}"] = torch.tensor(count)
-        return penalty, sums

@@ -10,7 +10,7 @@ V·D + 61·D² weights (48 in three blocks, 7 in the fast cell, 6 in the slow ce
 Shapes: B rows, L positions, D width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hrmlm.models.base import INIT_STD, LanguageModel, Positive, RecurrentConfig
-from hrmlm.models.blocks import Application, ForwardCall
+from hrmlm.models.blocks import Application, ForwardCall, Linear, States
 from hrmlm.models.registry import register
 
 
@@ -63,8 +63,8 @@ class GatedCell(nn.Module):
         D = config.d_model
         self.resets = config.gate == "gru"
         n_gates = {"gru": 2, "update_only": 1, "none": 0}[config.gate]
-        self.gate = nn.Linear(2 * D, n_gates * D) if n_gates else None
-        self.mix = nn.Linear((1 + n_inputs) * D, D, bias=False)
+        self.gate = Linear(2 * D, n_gates * D) if n_gates else None
+        self.mix = Linear((1 + n_inputs) * D, D, bias=False)
         self.block = config.block()
         self.norm = nn.RMSNorm(D, eps=config.norm_eps)
 
@@ -154,31 +154,45 @@ class HRM(LanguageModel):
                     add(f"{label}slow {cycle}", "slow", cycle * T, p)
         return schedule
 
-    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
-        """See LanguageModel.states. Each supervision pass starts from the detached states of the one before."""
-        shape = (*tokens_BL.shape, self.config.d_model)
-        fast_BLD = self.fast_prototype.expand(shape)
-        slow_BLD = self.slow_prototype.expand(shape)
-        x_BLD = self._input(tokens_BL, call, schedule[0])
-        for p in range(self.n_passes):
-            if p > 0:
-                fast_BLD, slow_BLD = fast_BLD.detach(), slow_BLD.detach()
-                if call.backward_per_pass:
-                    x_BLD = self._input(tokens_BL, call, schedule[0])
-            for application in schedule[1:]:
-                if application.supervision_pass != p:
-                    continue
-                with call.application(application):
-                    if application.module == "fast":
-                        fast_BLD = self._step(application, fast_BLD, slow_BLD + x_BLD, [slow_BLD, x_BLD], call)
-                    else:
-                        slow_BLD = self._step(application, slow_BLD, fast_BLD, [fast_BLD], call)
-            yield {"sum": fast_BLD + slow_BLD, "slow": slow_BLD, "fast": fast_BLD}[self.config.readout]
+    @property
+    def cycle_slots(self) -> tuple[int, int]:
+        """After the input block, T fast steps and a slow one."""
+        return 1, self.config.fast_steps + 1
 
-    def _input(self, tokens_BL: Tensor, call: ForwardCall, application: Application) -> Tensor:
+    def begin(self, tokens_BL: Tensor, call: ForwardCall) -> States:
+        """See LanguageModel.begin: the states of both cells, and x."""
+        shape = (*tokens_BL.shape, self.config.d_model)
+        return self.fast_prototype.expand(shape), self.slow_prototype.expand(shape), self._input(tokens_BL, call)
+
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """See LanguageModel.cycle."""
+        fast_BLD, slow_BLD, x_BLD = states
+        first, stride = self.cycle_slots
+        for application in call.schedule[first + index * stride : first + (index + 1) * stride]:
+            with call.application(application):
+                if application.module == "fast":
+                    fast_BLD = self._step(application, fast_BLD, slow_BLD + x_BLD, [slow_BLD, x_BLD], call)
+                else:
+                    slow_BLD = self._step(application, slow_BLD, fast_BLD, [fast_BLD], call)
+        return fast_BLD, slow_BLD, x_BLD
+
+    def read(self, states: States) -> Tensor:
+        """See LanguageModel.read."""
+        fast_BLD, slow_BLD, _ = states
+        if self.config.readout == "sum":
+            return fast_BLD + slow_BLD
+        return slow_BLD if self.config.readout == "slow" else fast_BLD
+
+    def restart(self, tokens_BL: Tensor, states: States, call: ForwardCall) -> States:
+        """See LanguageModel.restart; where the graph of x is gone, x is computed again."""
+        fast_BLD, slow_BLD, x_BLD = states
+        x_BLD = self._input(tokens_BL, call) if call.backward_per_pass else x_BLD
+        return fast_BLD.detach(), slow_BLD.detach(), x_BLD
+
+    def _input(self, tokens_BL: Tensor, call: ForwardCall) -> Tensor:
         embedded_BLD = self.embed(tokens_BL)
-        x_BLD = self.input_block(embedded_BLD, call, application.slot)
-        call.record(application, embedded_BLD, x_BLD)
+        x_BLD = self.input_block(embedded_BLD, call, 0)
+        call.record(call.schedule[0], embedded_BLD, x_BLD)
         return x_BLD
 
     def _step(

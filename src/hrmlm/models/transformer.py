@@ -3,14 +3,13 @@
 Shapes: B rows, L positions, D width.
 """
 
-from collections.abc import Iterator
 from typing import Literal
 
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
 from hrmlm.models.base import LanguageModel, ModelConfig, Positive
-from hrmlm.models.blocks import Application, ForwardCall
+from hrmlm.models.blocks import Application, ForwardCall, States
 from hrmlm.models.registry import register
 
 
@@ -46,11 +45,17 @@ class Transformer(LanguageModel):
         """One application per layer."""
         return [Application(f"layer {i + 1}", f"blocks.{i}", slot=i) for i in range(depth)]
 
-    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
-        """See LanguageModel.states."""
-        h_BLD = self.embed(tokens_BL)
-        for application, block in zip(schedule, self.blocks, strict=False):
-            new_BLD = block(h_BLD, call, application.slot)
-            call.record(application, h_BLD, new_BLD)
-            h_BLD = new_BLD
-        yield h_BLD
+    def begin(self, tokens_BL: Tensor, call: ForwardCall) -> States:
+        """See LanguageModel.begin."""
+        return (self.embed(tokens_BL),)
+
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """See LanguageModel.cycle: one layer."""
+        application = call.schedule[index]
+        new_BLD = self.blocks[index](states[0], call, application.slot)
+        call.record(application, states[0], new_BLD)
+        return (new_BLD,)
+
+    def read(self, states: States) -> Tensor:
+        """See LanguageModel.read."""
+        return states[0]

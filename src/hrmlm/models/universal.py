@@ -5,16 +5,17 @@ With `halting: token` every position decides how often, M at most: the adaptive 
 Shapes: B rows, L positions, D width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from hrmlm.errors import UserError
+from hrmlm.models.adaptive import AdaptiveModel
 from hrmlm.models.base import Positive, RecurrentConfig
-from hrmlm.models.blocks import Application, ForwardCall
-from hrmlm.models.halting import AdaptiveModel, HaltingConfig, HaltingHead
+from hrmlm.models.blocks import Application, ForwardCall, States
+from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 
 
@@ -101,29 +102,29 @@ class UniversalTransformer(AdaptiveModel):
         first = depth - self.config.window
         return [Application(f"step {m + 1}", "block", slot=m, in_window=m >= first) for m in range(depth)]
 
-    def states(self, tokens_BL: Tensor, call: ForwardCall, schedule: list[Application]) -> Iterator[Tensor]:
-        """See LanguageModel.states."""
-        embedded_BLD = h_BLD = self.embed(tokens_BL)
-        if self.learns_depth:
-            yield self._adaptive(embedded_BLD, call, schedule)
-            return
-        for application in schedule:
-            with call.application(application):
-                h_BLD = self._run(application, h_BLD, embedded_BLD, call)
-        yield h_BLD
+    @property
+    def cycle_slots(self) -> tuple[int, int]:
+        """One slot per step."""
+        return 0, 1
 
-    def _run(self, application: Application, h_BLD: Tensor, embedded_BLD: Tensor, call: ForwardCall) -> Tensor:
-        input_BLD = h_BLD
-        if self.config.input_injection:
-            input_BLD = input_BLD + embedded_BLD
-        if self.steps is not None:
-            input_BLD = input_BLD + self.steps.weight[application.slot]
-        new_BLD = self.block(input_BLD, call, application.slot)
-        call.record(application, h_BLD, new_BLD)
-        return new_BLD
+    def begin(self, tokens_BL: Tensor, call: ForwardCall) -> States:
+        """See LanguageModel.begin: the state, and the embedding it starts from."""
+        embedded_BLD = self.embed(tokens_BL)
+        return embedded_BLD, embedded_BLD
 
-    def _adaptive(self, embedded_BLD: Tensor, call: ForwardCall, schedule: list[Application]) -> Tensor:
-        def step(index: int, states: tuple[Tensor, ...], call: ForwardCall) -> tuple[Tensor, ...]:
-            return (self._run(schedule[index], states[0], call.pick(embedded_BLD), call),)
+    def cycle(self, index: int, states: States, call: ForwardCall) -> States:
+        """See LanguageModel.cycle: one step."""
+        application, (h_BLD, embedded_BLD) = call.schedule[index], states
+        with call.application(application):
+            input_BLD = h_BLD
+            if self.config.input_injection:
+                input_BLD = input_BLD + embedded_BLD
+            if self.steps is not None:
+                input_BLD = input_BLD + self.steps.weight[application.slot]
+            new_BLD = self.block(input_BLD, call, application.slot)
+            call.record(application, h_BLD, new_BLD)
+        return new_BLD, embedded_BLD
 
-        return self.adaptive_loop(step, (embedded_BLD,), call, (0, 1))
+    def read(self, states: States) -> Tensor:
+        """See LanguageModel.read."""
+        return states[0]
