@@ -88,7 +88,7 @@ def test_generate(place: Path, capsys: Capture) -> None:
     assert answer(capsys, *settings, "--show-depth") == answer(capsys, *settings)
     assert answer(capsys, *settings, "--depth", 2)[0]["steps"] == [2] * 6
     assert sum(answer(capsys, *settings, "--halt-threshold", 0.2)[0]["steps"]) < sum(row["steps"])
-    assert answer(capsys, "generate", place / "fixed", "--prompt", "x", "--max-new-tokens", 2)[0]["steps"] is None
+    assert answer(capsys, "generate", place / "fixed", "--prompt", "x", "--max-new-tokens", 2)[0]["steps"] == [4, 4]
     assert "depth 0 is not possible" in refused(capsys, *settings, "--depth", 0)
 
 

@@ -43,11 +43,12 @@ def say(monkeypatch: pytest.MonkeyPatch, *scripts: Sequence[int]) -> None:
     class Script(Sampler):
         def __init__(self, options: Sequence[Any], device: Any = "cpu") -> None:
             super().__init__(options, device)
-            self._scripts = [iter(script) for script in scripts]
+            self._scripts = [list(script) for script in scripts]
 
-        def __call__(self, logits_BV: Tensor) -> Tensor:
-            assert len(logits_BV) == len(self._scripts)
-            return torch.tensor([next(script) for script in self._scripts])
+        def __call__(self, logits_BLV: Tensor, first: Sequence[int]) -> Tensor:
+            assert len(logits_BLV) == len(self._scripts)
+            L, rows = logits_BLV.shape[1], zip(self._scripts, first, strict=True)
+            return torch.tensor([script[number : number + L] for script, number in rows])
 
         def select(self, rows_B: Tensor) -> None:
             super().select(rows_B)

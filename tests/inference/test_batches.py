@@ -46,7 +46,7 @@ def test_rows_of_a_mixed_batch(family: str, cache: bool) -> None:
 def test_rows_end_at_their_own_step(family: str, cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(family)
     calls: list[int] = []
-    model.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    model.embedding.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
     letters = BYTES.encode("abcdefghij")
     say(monkeypatch, *[[*letters[:step], END, *letters] for step in (4, 0, 2)])
     engine = Engine(model, BYTES, PROMPTS, greedy(30, cache=cache))

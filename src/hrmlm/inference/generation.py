@@ -1,18 +1,15 @@
-"""Generating text: a batch of rows, each with its own options, advanced by one token per step.
-
-B rows, L positions fed in one step, V ids that can be predicted.
-"""
+"""Generating text: a batch of rows, each with its own options, advanced step by step."""
 
 import math
 import operator
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
+from hrmlm.inference.decoding import Cached, Decoder, Depth, Drawn, Recomputing, Runner
+from hrmlm.inference.drafting import Drafting, DraftOptions
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel, evaluating
@@ -20,6 +17,8 @@ from hrmlm.steps import check_depth
 
 Prompt = str | bytes | Sequence[int]
 Options = GenerationOptions | Sequence[GenerationOptions] | None
+SHARED = ("cache", "prefill_chunk", "depth", "halt_threshold", "draft", "draft_tokens")
+"""Options that are the same for all rows of a batch."""
 
 
 def generate(
@@ -32,7 +31,7 @@ def generate(
     the end mark, at a stop string, after max_new_tokens, or when the context is full, which is after
     context - len(prompt) + 1 new tokens.
 
-    Args: options: for all rows, or one for each; `cache`, `depth` and `halt_threshold` must be the same in all.
+    Args: options: for all rows, or one for each; those in SHARED must be the same in all.
 
     Raises: UserError for a prompt longer than the model's context, ids outside the vocabulary, a tokenizer of another
     size than the model's vocabulary, an impossible depth, a cache for a model that cannot have one, or a model whose
@@ -57,38 +56,57 @@ def stream(
 class Engine:
     """A batch of rows in the making. Rows that end leave the batch and cost nothing any more.
 
-    `forwards` counts calls of the model: as many as the longest row has new tokens.
+    `forwards` counts steps: without drafting as many as the longest row has new tokens.
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Options = None
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        options: Options = None,
+        runner: Runner | None = None,
     ) -> None:
         rows_options = _options_per_row(options, len(prompts))
         _check_vocabulary(model, tokenizer)
         shared = rows_options[0] if rows_options else GenerationOptions()
         check_depth(model, shared.depth, shared.halt_threshold)
-        self._depth, self._halt_threshold = shared.depth, shared.halt_threshold
+        self._depth = Depth(shared.depth, shared.halt_threshold)
         context = model.config.context
-        self.forwards = 0
-        self._model = model
-        self._device = next(model.parameters()).device
+        self._model, self._runner = model, runner or Runner(model)
         self._rows = [
             Row(index, _prompt_ids(prompt, tokenizer, context), row_options, tokenizer, context)
             for index, (prompt, row_options) in enumerate(zip(prompts, rows_options, strict=True))
         ]
-        self._sampler = Sampler(rows_options, self._device)
-        self._seeds = list(self._sampler.seeds)
-        self._active = [row for row in self._rows if not row.finish_reason]  # one per row of the tensors below
-        if not self._active:
-            return
-        self._sampler.select(torch.tensor([row.index for row in self._active]))
-        # What the next step feeds: right-padded ids, and how many of each row are real.
-        self._lengths_B = torch.tensor([len(row.fed_ids) for row in self._active])
-        self._tokens_BL = _right_padded([row.fed_ids for row in self._active]).to(self._device)
-        self._cache = None
-        if shared.cache:
-            longest = max(len(row.fed_ids) + row.limit - 1 for row in self._active)
-            self._cache = model.new_cache(len(self._active), longest, depth=shared.depth)
+        sampler = Sampler(rows_options, next(model.parameters()).device)
+        self._seeds = list(sampler.seeds)
+        self._active = [row for row in self._rows if not row.finish_reason]  # one per row of the decoder
+        self._decoder = self._new_decoder(sampler, shared) if self._active else None
+
+    def _new_decoder(self, sampler: Sampler, shared: GenerationOptions) -> Decoder:
+        sampler.select(torch.tensor([row.index for row in self._active]))
+        prompts = [row.fed_ids for row in self._active]
+        depth = self._depth
+        if not shared.cache:
+            if shared.draft is not None:
+                raise UserError("drafting needs the cache: it goes on from states whose keys and values are kept there")
+            return Recomputing(self._runner, prompts, sampler, depth)
+        longest = max(len(row.fed_ids) + row.limit - 1 for row in self._active)
+        room: dict[str, int] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk}
+        if shared.draft is None:
+            return Cached(self._runner, prompts, sampler, depth, **room)
+        draft = DraftOptions(None if shared.draft == "auto" else shared.draft, shared.draft_tokens)
+        return Drafting(self._runner, prompts, sampler, depth, draft=draft, **room)
+
+    @property
+    def decides_depth(self) -> bool:
+        """Whether tokens can take different numbers of steps."""
+        return self._depth.exit is not None or (self._model.learns_depth and self._depth.depth is None)
+
+    @property
+    def forwards(self) -> int:
+        """Steps so far."""
+        return self._decoder.forwards if self._decoder else 0
 
     def run(self) -> Iterator[TokenEvent]:
         """Steps until every row has ended."""
@@ -97,55 +115,32 @@ class Engine:
 
     @torch.no_grad()  # not inference_mode: tables that a model keeps from here must stay usable in training
     def step(self) -> list[TokenEvent]:
-        """One new token for every row that is still going, in the order of the prompts."""
-        logits_BV, steps_B = self._forward()
-        ids_B = self._sampler(logits_BV)
-        logprobs_B = logits_BV.gather(1, ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
-        new = zip(self._active, ids_B.tolist(), logprobs_B.tolist(), steps_B, strict=True)
-        events = [row.accept(token, _finite(logprob), steps) for row, token, logprob, steps in new]
-        self._advance(ids_B)
+        """New tokens for every row that is still going, in the order of the prompts; one each, or as drafts hold."""
+        assert self._decoder is not None
+        with evaluating(self._model):
+            drawn = self._decoder.next(
+                [len(row.ids) for row in self._active], [row.limit - len(row.ids) for row in self._active]
+            )
+        events = [event for row, tokens in zip(self._active, drawn, strict=True) for event in _accepted(row, tokens)]
+        going = [place for place, row in enumerate(self._active) if not row.finish_reason]
+        if going and len(going) < len(self._active):
+            self._decoder.sampler.select(torch.tensor(going))
+            self._decoder.select(torch.tensor(going))
+        self._active = [self._active[place] for place in going]
         return events
 
     def completions(self) -> list[Completion]:
         """Results in the order of the prompts, once every row has ended."""
         return [row.completion(seed) for row, seed in zip(self._rows, self._seeds, strict=True)]
 
-    def _forward(self) -> tuple[Tensor, list[int] | list[None]]:
-        """Logits (B, V) that follow each row's last real token, and the outer steps spent on that token."""
-        self.forwards += 1
-        with evaluating(self._model):
-            output = self._model(
-                self._tokens_BL,
-                cache=self._cache,
-                lengths_B=self._lengths_B,
-                read_B=self._lengths_B - 1,
-                depth=self._depth,
-                halt_threshold=self._halt_threshold,
-            )
-        logits_BV = output.logits[:, 0]
-        if output.steps_BL is None:
-            return logits_BV, [None] * len(logits_BV)
-        ends_B1 = (self._lengths_B - 1)[:, None].to(output.steps_BL.device)
-        return logits_BV, output.steps_BL.gather(1, ends_B1)[:, 0].tolist()
 
-    def _advance(self, ids_B: Tensor) -> None:
-        """Let the rows that ended go, and prepare the next step of the others."""
-        going = [place for place, row in enumerate(self._active) if not row.finish_reason]
-        if going and len(going) < len(self._active):
-            places_B = torch.tensor(going)
-            self._sampler.select(places_B)
-            self._lengths_B = self._lengths_B[places_B]
-            ids_B, self._tokens_BL = ids_B[places_B], self._tokens_BL[places_B]
-            if self._cache is not None:
-                self._cache.select(places_B)
-        self._active = [self._active[place] for place in going]
-        if self._cache is not None:
-            self._tokens_BL, self._lengths_B = ids_B[:, None], torch.ones(len(ids_B), dtype=torch.long)
-        elif going:
-            ends_B1 = self._lengths_B.to(self._device)[:, None]
-            self._tokens_BL = F.pad(self._tokens_BL, (0, 1)).scatter(1, ends_B1, ids_B[:, None])
-            self._lengths_B = self._lengths_B + 1
-            self._tokens_BL = self._tokens_BL[:, : int(self._lengths_B.max())]  # a long row may have left
+def _accepted(row: Row, tokens: list[Drawn]) -> Iterator[TokenEvent]:
+    """Let a row take its new tokens, up to the one it ends with."""
+    for token in tokens:
+        _check_finite(token.logprob)
+        yield row.accept(token)
+        if row.finish_reason:
+            return
 
 
 def _options_per_row(options: Options, n_rows: int) -> list[GenerationOptions]:
@@ -153,7 +148,7 @@ def _options_per_row(options: Options, n_rows: int) -> list[GenerationOptions]:
         return [options or GenerationOptions()] * n_rows
     if len(options) != n_rows:
         raise UserError(f"{len(options)} options for {n_rows} prompts; give one for each, or one for all")
-    for name in ("cache", "depth", "halt_threshold"):
+    for name in SHARED:
         if len({getattr(row, name) for row in options}) > 1:
             raise UserError(f"{name} must be the same for all prompts of a batch; generate in two calls")
     return list(options)
@@ -187,12 +182,6 @@ def _whole(ids: Sequence[int]) -> list[int]:
         raise UserError(f"prompt {str(ids)[:60]!r} is neither a text nor a list of ids (whole numbers)") from None
 
 
-def _right_padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Ids (B, L), zeros behind shorter rows, which no real token sees."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-
-def _finite(logprob: float) -> float:
+def _check_finite(logprob: float) -> None:
     if not math.isfinite(logprob):
         raise UserError("the model's predictions are not finite numbers: its weights are damaged or training diverged")
-    return logprob

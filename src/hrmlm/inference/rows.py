@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from hrmlm.data.tokenizer import TextStream, Tokenizer
+from hrmlm.inference.decoding import Drawn
 from hrmlm.inference.sampling import SamplingOptions
 from hrmlm.inference.stops import StopFilter
 
@@ -23,6 +24,12 @@ class GenerationOptions(SamplingOptions):
     """Strings that end the row when they appear in its new text; a single string may be given as such."""
     cache: bool = True
     """Keep keys and values (the same tokens, much faster); False recomputes the whole text for every token."""
+    prefill_chunk: int = Field(default=512, ge=1)
+    """So many positions of the prompts are fed at a time: a bound on memory, not a change of results."""
+    draft: Literal["auto"] | PositiveInt | None = None
+    """Guess tokens with so many cycles and verify them together (the same tokens, faster); "auto": as measured."""
+    draft_tokens: PositiveInt | None = None
+    """Guess at most so many tokens at a time; None: as measured."""
     depth: int | None = None
     """Cycles, steps or layers to run; None: as trained."""
     halt_threshold: float | None = None
@@ -32,6 +39,12 @@ class GenerationOptions(SamplingOptions):
     @classmethod
     def _one_stop(cls, stop: Any) -> Any:
         return (stop,) if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> "GenerationOptions":
+        if self.draft is None and self.draft_tokens is not None:
+            raise ValueError("draft_tokens without effect: draft is not set")
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -47,8 +60,8 @@ class TokenEvent:
 
     text: what can be shown now. Incomplete characters and what may become a stop string wait for later events; the last
     event of a row, the one with a finish_reason, brings what is left. logprob: natural logarithm of the probability
-    that the model gave the token, before temperature, top-k and top-p. steps: outer steps that the model spent on the
-    position it read the token from; None of models that do not decide their depth. pieces: `text` cut by tokens,
+    that the model gave the token, before temperature, top-k and top-p. steps: cycles, steps or layers that the model
+    spent on the position it read the token from. drafted: whether a draft had guessed it. pieces: `text` cut by tokens,
     each piece with the number (from 0) of the new token that brought it or made its character whole.
     """
 
@@ -57,7 +70,8 @@ class TokenEvent:
     logprob: float
     text: str
     finish_reason: FinishReason | None
-    steps: int | None = None
+    steps: int
+    drafted: bool = False
     pieces: tuple[tuple[str, int], ...] = ()
 
 
@@ -67,8 +81,9 @@ class Completion:
 
     ids, logprobs: the new tokens up to the last one drawn, which may be the end mark or the end of a stop string.
     text: their text without either. logprobs as in `TokenEvent`. finish_reason: "stop" (a stop string), "end" (the end
-    mark) or "length" (max_new_tokens, or the context is full). seed: gives the same completion again. steps: outer
-    steps of each of `ids`, as in `TokenEvent`; None of models that do not decide their depth.
+    mark) or "length" (max_new_tokens, or the context is full). seed: gives the same completion again. steps, drafted:
+    of each of `ids`, as in `TokenEvent`. texts: what each of `ids` adds to the text; what a stop string or the end mark
+    hides is left out, and of a character made of several tokens the last one brings it.
     """
 
     prompt_ids: list[int]
@@ -77,7 +92,9 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     seed: int
-    steps: list[int] | None = None
+    steps: list[int]
+    drafted: list[bool]
+    texts: list[str]
 
 
 class Row:
@@ -95,6 +112,8 @@ class Row:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.steps: list[int] = []
+        self.drafted: list[bool] = []
+        self._texts: list[str] = []
         self.finish_reason: FinishReason | None = None if self.limit else "length"
         self._end_of_text = tokenizer.end_of_text
         self._characters = TextStream(tokenizer)
@@ -107,12 +126,14 @@ class Row:
         """The text that can be shown so far."""
         return "".join(self._pieces)
 
-    def accept(self, token: int, logprob: float, steps: int | None = None) -> TokenEvent:
+    def accept(self, drawn: Drawn) -> TokenEvent:
         """Take the next token and decide whether the row ends with it."""
+        token = drawn.id
         self.ids.append(token)
-        self.logprobs.append(logprob)
-        if steps is not None:
-            self.steps.append(steps)
+        self.logprobs.append(drawn.logprob)
+        self.steps.append(drawn.cycles)
+        self.drafted.append(drawn.drafted)
+        self._texts.append("")
         piece = ""
         if token == self._end_of_text:
             self.finish_reason = "end"
@@ -125,7 +146,12 @@ class Row:
         if self.finish_reason:
             piece += self._stops.push(self._owned(self._characters.finish())) + self._stops.finish()
         self._pieces.append(piece)
-        return TokenEvent(self.index, token, logprob, piece, self.finish_reason, steps, tuple(self._cut(piece)))
+        pieces = tuple(self._cut(piece))
+        for text, owner in pieces:
+            self._texts[owner] += text
+        return TokenEvent(
+            self.index, token, drawn.logprob, piece, self.finish_reason, drawn.cycles, drawn.drafted, pieces
+        )
 
     def _owned(self, text: str) -> str:
         """Remember that `text` is the newest token's; it may be shown later, or never."""
@@ -146,5 +172,13 @@ class Row:
         """The result of a row that has ended."""
         assert self.finish_reason is not None
         return Completion(
-            self.prompt_ids, self.ids, self.text, self.logprobs, self.finish_reason, seed, self.steps or None
+            self.prompt_ids,
+            self.ids,
+            self.text,
+            self.logprobs,
+            self.finish_reason,
+            seed,
+            self.steps,
+            self.drafted,
+            self._texts,
         )

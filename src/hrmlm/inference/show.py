@@ -2,7 +2,6 @@
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
@@ -47,7 +46,6 @@ class DepthWriter:
 
     def write(self, event: TokenEvent) -> None:
         """The text of one token."""
-        assert event.steps is not None
         self._steps.append(event.steps)
         for text, token in event.pieces:
             shown = visible(text) if self._console.is_terminal else text
@@ -74,11 +72,9 @@ def show_depths(engine: Engine, prompts: Sequence[str], most: int) -> None:
 
     Raises: UserError for a model that does not decide its depth, before anything is printed.
     """
-    run = engine.run()
-    first = next(run, None)
-    if first is not None and first.steps is None:
+    if not engine.decides_depth:
         raise UserError("--show-depth: this model does not decide its depth; all tokens take the same steps")
-    events: Iterable[TokenEvent] = chain([] if first is None else [first], run)
+    events: Iterable[TokenEvent] = engine.run()
     if len(prompts) > 1:
         events = list(events)
     for row, prompt in enumerate(prompts):

@@ -193,6 +193,11 @@ class LanguageModel(nn.Module, ABC):
         return False
 
     @property
+    def is_rotary(self) -> bool:
+        """Whether positions turn queries and keys."""
+        return True
+
+    @property
     @abstractmethod
     def trained_depth(self) -> int:
         """Cycles, steps or layers of the full forward pass."""
@@ -305,7 +310,7 @@ class LanguageModel(nn.Module, ABC):
 
     def readout(self, state_BLD: Tensor) -> Tensor:
         """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
-        if self.packed_head is not None:
+        if self.packed_head is not None and not torch.is_grad_enabled():
             return packed_linear(self.norm(state_BLD), self.packed_head).float()
         weight_VD = self.embedding.weight
         if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
@@ -411,7 +416,7 @@ class LanguageModel(nn.Module, ABC):
             )
         head_dim = self.config.d_model // self.config.heads
         call = prepare_call(B, L, head_dim, self.config.rope_theta, tokens_BL.device, cache)
-        call.truncate_gradient, call.lengths_B = self.training, lengths_B
+        call.truncate_gradient, call.lengths_B, call.is_rotary = self.training, lengths_B, self.is_rotary
         return call
 
     @staticmethod

@@ -213,7 +213,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        if self.packed is None:
+        if self.packed is None or torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         return packed_linear(x, self.packed, self.bias)
 

@@ -99,6 +99,11 @@ class CosmicFish(AdaptiveModel):
         return self.config.max_steps
 
     @property
+    def is_rotary(self) -> bool:
+        """Whether positions turn queries and keys; else a table adds them."""
+        return self.config.positions == "rotary"
+
+    @property
     def _core_slot(self) -> int:
         return self.config.input_layers + self.config.output_layers
 
@@ -138,7 +143,6 @@ class CosmicFish(AdaptiveModel):
         """See LanguageModel.begin: the states of both levels, and what the input blocks made of the tokens."""
         x_BLD = self.embed(tokens_BL)
         if self.position_table is not None:
-            call.is_rotary = False
             x_BLD = x_BLD + self.position_table(call.positions_BL.clamp_max(self.config.context - 1).to(x_BLD.device))
         x_BLD = self._stack(self.input_blocks, x_BLD, call, 0)
         return self.H_init.expand_as(x_BLD), self.L_init.expand_as(x_BLD), x_BLD
