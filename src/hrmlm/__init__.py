@@ -4,6 +4,7 @@ model = hrmlm.build("hrm-lm-359m-nt36")           # or a mapping: {"family": "hr
 model = hrmlm.load("runs/demo/hrm-lm")            # a run directory or a checkpoint
 logits_BLV = model(tokens_BL).logits
 hrmlm.generate("runs/demo/hrm-lm", "The state of")[0].text
+with hrmlm.Generator.load("runs/demo/hrm-lm") as generator: ...  # many times: see its help
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hrmlm.data.tokenizer import Tokenizer
+    from hrmlm.inference import Generator
     from hrmlm.inference.rows import Completion
     from hrmlm.models import LanguageModel
 
-__all__ = ["__version__", "build", "generate", "load", "load_tokenizer"]
+__all__ = ["Generator", "__version__", "build", "generate", "load", "load_tokenizer"]
 
 
 def build(model: "str | Mapping[str, Any]") -> "LanguageModel":
@@ -59,10 +61,20 @@ def generate(path: "str | Path", prompts: "str | Sequence[str]", **options: Any)
     options: those of `hrmlm.inference.rows.GenerationOptions` (max_new_tokens, temperature, top_k, top_p,
     seed, stop, …).
 
+    To generate more than once, or as a stream, use `hrmlm.Generator`.
+
     Raises: UserError as `load`, and for options or prompts that cannot be served.
     """
-    from hrmlm.inference import generation
-    from hrmlm.inference.rows import GenerationOptions
+    from hrmlm.inference import Generator
 
-    settings = GenerationOptions.parse(options, "options")
-    return generation.generate(load(path), load_tokenizer(path), prompts, settings)
+    with Generator.load(path) as generator:
+        return generator.generate(prompts, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """`hrmlm.Generator`, imported when it is used: `import hrmlm` alone stays light."""
+    if name != "Generator":
+        raise AttributeError(f"module 'hrmlm' has no attribute {name!r}")
+    from hrmlm.inference import Generator
+
+    return Generator

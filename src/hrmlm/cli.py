@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,14 @@ app = typer.Typer(
 
 # Older releases of typer use click, newer ones a copy of their own: this finds the class in either.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class Precision(StrEnum):
+    """Precisions to generate in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
 
 HaltThreshold = Annotated[
     float | None,
@@ -261,6 +270,18 @@ def generate(
     cache: Annotated[bool, typer.Option(help="Keep keys and values: the same text, much faster.")] = True,
     depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
     halt_threshold: HaltThreshold = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Guess with so many cycles, verify together: the same text, faster. auto: as measured."),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Guess so many tokens at a time (default: as measured).")
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Precision to compute in.")] = Precision.float32,
+    pack: Annotated[bool, typer.Option(help="Copy the weights to where they are read fastest (CPU).")] = True,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the step: a minute at first, then faster.")
+    ] = False,
     show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour each token by the steps it took.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -268,10 +289,11 @@ def generate(
 
     Example: hrmlm generate runs/demo/hrm-lm --prompt "The state of the Union" --temperature 0.8
     """
+    import torch
+
     from hrmlm.checkpoint import load_model, load_tokenizer
     from hrmlm.files import read_text
-    from hrmlm.inference.generation import Engine, stream
-    from hrmlm.inference.generation import generate as run
+    from hrmlm.inference.generator import Generator
     from hrmlm.inference.rows import GenerationOptions
     from hrmlm.inference.show import show_depths, visible
     from hrmlm.steps import check_depth
@@ -295,21 +317,25 @@ def generate(
         "cache": cache,
         "depth": depth,
         "halt_threshold": halt_threshold,
+        "draft": int(draft) if draft and draft.isdecimal() else draft,
+        "draft_tokens": draft_tokens,
     }
     options = GenerationOptions.parse(settings, "generate")
     source = resolve_checkpoint(checkpoint)
     model, tokenizer = load_model(source), load_tokenizer(source)
     check_depth(model, depth, halt_threshold)
     _warn_of_depth(model, depth)
-    if show_depth and not as_json:
-        return show_depths(Engine(model, tokenizer, texts, options), texts, depth or model.trained_depth)
-    if len(texts) == 1 and not as_json:
-        events = stream(model, tokenizer, texts[0], options)  # refuses a bad prompt before anything is printed
-        print(texts[0], end="", flush=True)
-        for event in events:
-            print(visible(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
-        return print()
-    completions = run(model, tokenizer, texts, options)
+    dtype = getattr(torch, precision.value)
+    with Generator(model, tokenizer, pack=pack, compile=compile, dtype=dtype) as generator:
+        if show_depth and not as_json:
+            return show_depths(generator.engine(texts, options), texts, depth or model.trained_depth)
+        if len(texts) == 1 and not as_json:
+            events = generator.stream(texts[0], options)  # refuses a bad prompt before anything is printed
+            print(texts[0], end="", flush=True)
+            for event in events:
+                print(visible(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
+            return print()
+        completions = generator.generate(texts, options)
     if as_json:
         return print_json([{"prompt": text, **vars(c)} for text, c in zip(texts, completions, strict=True)])
     for text, completion in zip(texts, completions, strict=True):

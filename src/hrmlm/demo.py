@@ -16,7 +16,7 @@ from hrmlm.data.tokens import PreparedData, TokenWindows, loader
 from hrmlm.errors import UserError
 from hrmlm.evaluation.cost import cost
 from hrmlm.evaluation.loss import evaluate_data
-from hrmlm.inference.generation import stream
+from hrmlm.inference import stream
 from hrmlm.inference.rows import GenerationOptions
 from hrmlm.models import build_model
 from hrmlm.training.metrics import read_metrics

@@ -28,6 +28,8 @@ PROBED = 32
 """So many last positions of the prompt tell how often each depth agrees with the full one."""
 REMEMBERED = 64.0
 """Agreement is that of about so many last guesses."""
+PATIENCE = 8
+"""Plain steps before a draft is tried although none promises enough; after every such try twice as many."""
 WORTHWHILE = 1.03
 """A draft must promise this speed against plain decoding."""
 
@@ -152,12 +154,12 @@ def reading_shares(model: LanguageModel, depth: int | None) -> tuple[float, floa
     weights = {
         name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in {a.module for a in schedule}
     }
-    everything = sum(weights[application.module] for application in schedule)
     first, stride = model.cycle_slots or (0, 1)
+    once = sum(weights[a.module] for a in schedule if a.slot < first)
     cycle = sum(weights[a.module] for a in schedule if first <= a.slot < first + stride)
     head = model.config.n_predicted * model.config.d_model
-    read = everything + head
-    return (everything - total * cycle) / read, cycle / read, head / read
+    read = once + total * cycle + head
+    return once / read, cycle / read, head / read
 
 
 class Clock:
@@ -210,7 +212,7 @@ class Planner:
         # Two agreements in three, before anything is known: enough to be tried.
         self._agreed = dict.fromkeys(depths, 2.0)
         self._compared = dict.fromkeys(depths, 3.0)
-        self._since_draft, self._patience = 0, 32
+        self._since_draft, self._patience = 0, PATIENCE
 
     @property
     def wants_probe(self) -> bool:
@@ -227,7 +229,7 @@ class Planner:
             return None  # too little is timed yet
         best = max(self._candidates(limit), key=lambda plan: self.gain(*plan))
         if self.gain(*best) > WORTHWHILE:
-            self._since_draft, self._patience = 0, 32
+            self._since_draft, self._patience = 0, PATIENCE
             return best
         self._since_draft += 1
         if self._since_draft < self._patience:

@@ -21,38 +21,6 @@ SHARED = ("cache", "prefill_chunk", "depth", "halt_threshold", "draft", "draft_t
 """Options that are the same for all rows of a batch."""
 
 
-def generate(
-    model: LanguageModel, tokenizer: Tokenizer, prompts: str | bytes | Sequence[Prompt], options: Options = None
-) -> list[Completion]:
-    """Continue every prompt (text or token ids), all in one batch.
-
-    Each completion is what its prompt would give alone, so equal prompts with equal seeds give equal texts. Rules: an
-    empty prompt starts a new document; a prompt that ends with the end mark goes on with a new document; a row ends at
-    the end mark, at a stop string, after max_new_tokens, or when the context is full, which is after
-    context - len(prompt) + 1 new tokens.
-
-    Args: options: for all rows, or one for each; those in SHARED must be the same in all.
-
-    Raises: UserError for a prompt longer than the model's context, ids outside the vocabulary, a tokenizer of another
-    size than the model's vocabulary, an impossible depth, a cache for a model that cannot have one, or a model whose
-    predictions are not finite.
-    """
-    engine = Engine(model, tokenizer, [prompts] if isinstance(prompts, str | bytes) else prompts, options)
-    for _ in engine.run():
-        pass
-    return engine.completions()
-
-
-def stream(
-    model: LanguageModel, tokenizer: Tokenizer, prompt: Prompt, options: GenerationOptions | None = None
-) -> Iterator[TokenEvent]:
-    """Continue one prompt, one event per token as it comes; their joined texts are the text of `generate`.
-
-    Raises: UserError as `generate`; mistakes in the prompt are raised at once, not with the first token.
-    """
-    return Engine(model, tokenizer, [prompt], options).run()
-
-
 class Engine:
     """A batch of rows in the making. Rows that end leave the batch and cost nothing any more.
 

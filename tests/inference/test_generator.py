@@ -1,0 +1,144 @@
+"""Packed weights, compiled steps, precisions, and the generator that holds them."""
+
+import pytest
+import torch
+
+import hrmlm
+from hrmlm.errors import UserError
+from hrmlm.inference import GenerationOptions, Generator, generate
+from hrmlm.inference.packing import can_pack, packed, packed_bytes
+from hrmlm.models.blocks import Linear
+from tests.inference.helpers import BYTES, each_family, greedy, small_model
+
+needs_packing = pytest.mark.skipif(not can_pack(small_model("transformer")), reason="this build of torch cannot pack")
+
+
+@needs_packing
+@each_family
+def test_packed_weights_give_the_same_numbers(family: str) -> None:
+    """Against float64, within what float32 itself is off; for one row, a few and many."""
+    model = small_model(family)
+    exact = small_model(family).double()
+    for shape in ((1, 1), (3, 2), (2, 40)):
+        tokens_BL = torch.randint(200, shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            plain = model(tokens_BL).logits
+            with packed(model):
+                assert all(m.packed is not None for m in model.modules() if isinstance(m, Linear))
+                fast = model(tokens_BL).logits
+            true = exact(tokens_BL).logits
+        scale = float(true.abs().max())
+        assert float((fast - true).abs().max()) < 2 * float((plain - true).abs().max()) + 2e-5 * scale
+    assert not any(m.packed is not None for m in model.modules() if isinstance(m, Linear))
+
+
+@needs_packing
+@each_family
+def test_training_never_reads_packed_weights(family: str) -> None:
+    model = small_model(family)
+    tokens_BL = torch.randint(200, (1, 5))
+    with packed(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        model(tokens_BL).logits.sum().backward()
+        with_grad = model(tokens_BL).logits.detach()
+    with torch.no_grad():
+        assert torch.equal(with_grad, model(tokens_BL).logits)
+    assert all(m.weight.grad is not None for m in model.modules() if isinstance(m, Linear))
+
+
+@needs_packing
+def test_packing_twice_and_mistakes_leave_the_model_as_it_was() -> None:
+    model = small_model("hrm_lm")
+    before = set(model.state_dict())
+    with packed(model), packed(model):
+        assert model.packed_head is not None
+    assert model.packed_head is None
+    with pytest.raises(RuntimeError, match="inside"), packed(model):
+        raise RuntimeError("inside")
+    assert model.packed_head is None
+    with packed(model):
+        assert set(model.state_dict()) == before, "copies are never saved"
+        assert packed_bytes(model) <= sum(p.nbytes for p in model.parameters())
+    double = small_model("hrm_lm").double()
+    with packed(double):
+        assert double.packed_head is None, "float64 cannot be packed and runs as it is"
+
+
+@each_family
+def test_a_generator_says_what_the_functions_say(family: str) -> None:
+    model = small_model(family)
+    whole = generate(model, BYTES, ["hello", "x"], greedy(9))
+    with Generator(model, BYTES) as generator:
+        again = generator.generate(["hello", "x"], temperature=0, max_new_tokens=9)
+        streamed = list(generator.stream("hello", greedy(9)))
+        first, second = generator.stream("hello", greedy(9)), generator.stream("x", greedy(9))
+        mixed = [(next(first).id, next(second).id) for _ in range(9)]
+    assert [row.ids for row in whole] == [row.ids for row in again]
+    assert [event.id for event in streamed] == whole[0].ids
+    assert [a for a, _ in mixed] == whole[0].ids, "two streams at once do not disturb each other"
+    assert [b for _, b in mixed] == whole[1].ids
+    assert generator.generate("hello", greedy(9))[0].ids == whole[0].ids, "closed, it still works"
+
+
+def test_a_result_tells_everything_about_each_token() -> None:
+    row = generate(small_model("hrm_lm"), BYTES, "hello", greedy(12, draft=1, draft_tokens=2))[0]
+    assert len(row.ids) == len(row.logprobs) == len(row.steps) == len(row.drafted) == len(row.texts) == 12
+    assert "".join(row.texts) == row.text
+    assert row.steps == [2] * 12
+    assert any(row.drafted)
+
+
+@each_family
+def test_bfloat16(family: str) -> None:
+    """Runs, cached and packed, as near to float64 as 8 bits allow."""
+    model = small_model(family)
+    tokens_BL = torch.randint(200, (1, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        true = small_model(family).double()(tokens_BL, depth=1).logits
+    with Generator(model, BYTES, dtype=torch.bfloat16) as generator:
+        half = generator.model
+        assert half is not model
+        assert model.embedding.weight.dtype == torch.float32
+        with torch.no_grad():
+            whole = half(tokens_BL, depth=1).logits
+            cache = half.new_cache(1, 12, depth=1)
+            parts = [half(tokens_BL[:, i : i + 3], cache=cache, depth=1).logits for i in range(0, 12, 3)]
+        bound = 0.25 * float(true.std())
+        assert cache.keys[0].dtype == torch.bfloat16
+        assert float((whole - true).square().mean().sqrt()) < bound
+        assert float((torch.cat(parts, dim=1) - true).square().mean().sqrt()) < bound
+        assert len(generator.generate("x", greedy(5))[0].ids) == 5
+    with pytest.raises(UserError, match="float16"):
+        Generator(model, BYTES, dtype=torch.float16)
+
+
+def test_compiled_steps_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the eager backend: what is traced, not what a compiler makes of it (see benchmarks/decode_latency.py)."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options: compile(f, backend="eager", fullgraph=True))
+    model = small_model("hrm_lm")
+    plain = generate(model, BYTES, ["hello", "x"], greedy(9))
+    with Generator(model, BYTES, compile=True) as generator:
+        for draft in ({}, {"draft": 1, "draft_tokens": 2}):
+            assert [row.ids for row in generator.generate(["hello", "x"], greedy(9, **draft))] == [r.ids for r in plain]
+
+
+def test_compiling_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="token by token"):
+        Generator(small_model("cosmicfish"), BYTES, compile=True)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        Generator(small_model("hrm_lm"), BYTES, compile=True)
+
+
+def test_options_or_settings() -> None:
+    generator = Generator(small_model("hrm_lm"), BYTES)
+    with pytest.raises(UserError, match="not both"):
+        generator.generate("x", GenerationOptions(), seed=1)
+    with pytest.raises(UserError, match="max_new_token"):
+        generator.generate("x", max_new_token=1)
+    assert hrmlm.Generator is Generator
+    with pytest.raises(AttributeError, match="nothing"):
+        hrmlm.nothing  # noqa: B018
