@@ -117,7 +117,7 @@ def test_bfloat16(family: str) -> None:
 def test_compiled_steps_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the eager backend: what is traced, not what a compiler makes of it (see benchmarks/decode_latency.py)."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options: compile(f, backend="eager", fullgraph=True))
+    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager", fullgraph=True))
     model = small_model("hrm_lm")
     plain = generate(model, BYTES, ["hello", "x"], greedy(9))
     with Generator(model, BYTES, compile=True) as generator:

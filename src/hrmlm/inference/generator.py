@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -101,10 +101,21 @@ class CompiledRunner(Runner):
         compilers = [os.environ.get("CXX"), "g++", "clang++"]
         if model.embedding.weight.device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
             raise UserError("compiling needs a C++ compiler (g++ or clang++); install one, or leave compile out")
-        # Freezing makes constants of weights: only then are gains and biases folded into the code.
-        options: dict[str, Any] = {"freezing": True}
-        self.first = torch.compile(super().first, options=options)  # type: ignore[method-assign]
-        self.rest = torch.compile(super().rest, options=options)  # type: ignore[method-assign]
+        self.first = compiled(super().first)  # type: ignore[method-assign]
+        self.rest = compiled(super().rest)  # type: ignore[method-assign]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors and a model, compiled with the model's weights as constants: packed ones must be."""
+    from torch._inductor import config
+
+    compile = torch.compile(function)
+
+    def call(*arguments: Any) -> Any:
+        with config.patch(freezing=True):  # looked at whenever it compiles, which may be at any call
+            return compile(*arguments)
+
+    return call
 
 
 def converted(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:

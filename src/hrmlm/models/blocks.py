@@ -293,9 +293,13 @@ class Block(nn.Module):
         self.attention = Attention(d_model, n_heads, n_kv_heads, dropout)
         self.norm_mlp = nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp: nn.Module = SwiGLU(d_model, hidden)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         """(B, L, D) → (B, L, D)."""
-        x_BLD = x_BLD + self.dropout(self.attention(self.norm_attention(x_BLD), call, slot))
-        return x_BLD + self.dropout(self.mlp(self.norm_mlp(x_BLD)))
+        x_BLD = x_BLD + self.drop(self.attention(self.norm_attention(x_BLD), call, slot))
+        return x_BLD + self.drop(self.mlp(self.norm_mlp(x_BLD)))
+
+    def drop(self, x_BLD: Tensor) -> Tensor:
+        """Dropout, in training."""
+        return F.dropout(x_BLD, self.dropout) if self.training and self.dropout else x_BLD

@@ -71,8 +71,8 @@ class PostNormBlock(Block):
 
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         """(B, L, D) → (B, L, D)."""
-        x_BLD = self.norm_attention(x_BLD + self.dropout(self.attention(x_BLD, call, slot)))
-        return self.norm_mlp(x_BLD + self.dropout(self.mlp(x_BLD)))
+        x_BLD = self.norm_attention(x_BLD + self.drop(self.attention(x_BLD, call, slot)))
+        return self.norm_mlp(x_BLD + self.drop(self.mlp(x_BLD)))
 
 
 @register(CosmicFishConfig)

@@ -2,7 +2,7 @@
 
     x = InputBlock(E[tokens]);  z_fast, z_slow = fixed prototype vectors at every position
     N cycles:  T times  z_fast ← FastCell(z_fast; z_slow, x);   then  z_slow ← SlowCell(z_slow; z_fast)
-    logits = RMSNorm(readout) · Eᵀ
+    logits = nn.RMSNorm(readout) · Eᵀ
 
 The paper publishes no code. The cell below is a reconstruction that reproduces both published model sizes:
 V·D + 61·D² weights (48 in three blocks, 7 in the fast cell, 6 in the slow cell) plus norms and biases.
@@ -53,7 +53,7 @@ class HRMConfig(RecurrentConfig):
 class GatedCell(nn.Module):
     """A GRU-like cell (Cho et al. 2014) whose candidate is a transformer block.
 
-    r, g = σ(W_rg [state ; context] + b);  u = RMSNorm(Block(W_in [r ⊙ state ; inputs]))
+    r, g = σ(W_rg [state ; context] + b);  u = nn.RMSNorm(Block(W_in [r ⊙ state ; inputs]))
     state ← g ⊙ state + (1 − g) ⊙ u
     g is the share that is kept. Gate "update_only" has no r; "none" takes u as the new state.
     """
