@@ -53,7 +53,7 @@ class HRMConfig(RecurrentConfig):
 class GatedCell(nn.Module):
     """A GRU-like cell (Cho et al. 2014) whose candidate is a transformer block.
 
-    r, g = σ(W_rg [state ; context] + b);  u = nn.RMSNorm(Block(W_in [r ⊙ state ; inputs]))
+    r, g = σ(W_rg [state ; context] + b);  u = RMSNorm(Block(W_in [r ⊙ state ; inputs]))
     state ← g ⊙ state + (1 − g) ⊙ u
     g is the share that is kept. Gate "update_only" has no r; "none" takes u as the new state.
     """
