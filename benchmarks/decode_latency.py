@@ -5,9 +5,9 @@ For each width, batch size and context, in interleaved rounds on the same machin
 - `hrm_lm`, N×T = 4×3 (17 applications, 380·D² weights read per token), with the decode engine: whole step, and the
   step without the head ("body");
 - the bare products: its matrices, in the order of the schedule, through the same kernel and nothing else;
-- Transformers of 24 layers (equal FLOPs per token) and of 4 layers, with the same engine;
+- Transformers of 24 layers (equal FLOPs per token), 12 and 4 layers, with the same engine;
 - the body of transformers' `hrm_text` of the same widths and cycles, where that library is installed;
-- at the longest context and batch size 1: the whole text recomputed for one token.
+- at the longest context and batch size 1: the whole text recomputed for one token, by each of these models.
 
 With --checkpoint: greedy text of a trained model, plain against self-drafting (r and γ as measured), and that of a
 Transformer of 4 layers of its size; the tokens must be identical.
@@ -42,12 +42,17 @@ from hrmlm.evaluation.timing import Timing, interleaved
 from hrmlm.inference import Completion, GenerationOptions, Generator
 from hrmlm.inference.decoding import Runner
 from hrmlm.inference.generator import CompiledRunner, compiled
-from hrmlm.inference.packing import packed
+from hrmlm.inference.packing import packed, packed_bytes
 from hrmlm.models import LanguageModel
 from hrmlm.models.blocks import Linear
 
 HRM = {"family": "hrm_lm", "n_cycles": 4, "fast_steps": 3}
-DEEP, SHALLOW = ({"family": "transformer", "n_layers": n} for n in (24, 4))
+LAYERS = (24, 12, 4)
+
+
+def transformer(n_layers: int) -> dict[str, Any]:
+    """Settings of a Transformer."""
+    return {"family": "transformer", "n_layers": n_layers}
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ def run(options: Options, console: Console) -> None:
     for width in options.widths:
         for batch in options.batches:
             for context in options.contexts:
-                timings = Case(options, width, batch, context).run()
-                result["cases"].append(show_case(console, timings, width, batch, context))
+                case = Case(options, width, batch, context)
+                result["cases"].append(show_case(console, case, case.run()))
     if options.checkpoint:
         result["drafting"] = drafting(options, console)
     result["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -136,6 +141,7 @@ class Case:
         self.options, self.width, self.batch, self.context = options, width, batch, context
         self.open = ExitStack()
         self.calls: dict[str, Callable[[], object]] = {}
+        self.bytes: dict[str, dict[str, int]] = {}
 
     def run(self) -> dict[str, Timing]:
         """Build, time, forget."""
@@ -144,16 +150,17 @@ class Case:
         self.tokens_BL = torch.randint(o.vocab_size, (self.batch, self.context))
         with self.open:
             hrm = self.model(HRM)
-            self.calls["hrm_lm"] = self.step(hrm, head=True)
             self.calls["hrm_lm body"] = self.step(hrm, head=False)
             self.calls["bare products"] = bare_products(hrm, self.batch)
-            self.calls["transformer 24"] = self.step(self.model(DEEP), head=True)
-            self.calls["transformer 4"] = self.step(self.model(SHALLOW), head=True)
+            models = {"hrm_lm": hrm, **{f"transformer {n}": self.model(transformer(n)) for n in LAYERS}}
+            for name, model in models.items():
+                self.calls[name] = self.step(model, head=True)
+                self.bytes[name] = self.memory(model)
             if (other := self.hrm_text()) is not None:
                 self.calls["hrm_text body"] = other
             if self.batch == 1 and self.context == max(o.contexts):
-                last = torch.tensor([self.context - 1])
-                self.calls["recomputed"] = lambda: hrm(self.tokens_BL, read_B=last)
+                for name, model in models.items():
+                    self.calls[f"{name}, recomputed"] = self.recomputed(model)
             return interleaved(self.calls, iterations=o.rounds, warmup=o.warmup)
 
     def model(self, settings: dict[str, Any]) -> LanguageModel:
@@ -162,6 +169,22 @@ class Case:
         model = hrmlm.build({**settings, **sizes}).eval()
         self.open.enter_context(packed(model))
         return model
+
+    def memory(self, model: LanguageModel) -> dict[str, int]:
+        """Parameters, and bytes of weights, of their packed copies, and of the cache of this case."""
+        cache = model.new_cache(self.batch, self.context)
+        parameters = list(model.parameters())
+        return {
+            "parameters": sum(p.numel() for p in parameters),
+            "weight_bytes": sum(p.nbytes for p in parameters),
+            "packed_bytes": packed_bytes(model),
+            "cache_bytes": cache.bytes,
+        }
+
+    def recomputed(self, model: LanguageModel) -> Callable[[], object]:
+        """One token without a cache; the head reads the last position only."""
+        last_B = torch.tensor([self.context - 1])
+        return lambda: model(self.tokens_BL, read_B=last_B)
 
     def step(self, model: LanguageModel, head: bool) -> Callable[[], object]:
         """Decode the last token, again and again after the same cached context."""
@@ -238,16 +261,19 @@ def bare_products(model: LanguageModel, batch: int) -> Callable[[], object]:
     return products
 
 
-def show_case(console: Console, timings: dict[str, Timing], width: int, batch: int, context: int) -> dict[str, Any]:
+def show_case(console: Console, case: Case, timings: dict[str, Timing]) -> dict[str, Any]:
     """Print one card; return its numbers."""
-    applications = {"hrm_lm": 17, "transformer 24": 24, "transformer 4": 4, "hrm_text body": 16}
-    table = Table(title=f"D={width}, batch {batch}, context {context}", title_justify="left")
-    for column in ("", "ms/step", "spread", "µs/application"):
+    applications = {"hrm_text body": 16, **{f"transformer {n}": n for n in LAYERS}}
+    title = f"D={case.width}, batch {case.batch}, context {case.context}"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "ms/step", "spread", "µs/app.", "weights", "cache"):
         table.add_column(column, justify="right" if column else "left")
     for name, timing in timings.items():
         count = applications.get(name, 17)
-        per = "" if name == "recomputed" else f"{1e6 * timing.median / count:,.0f}"
-        table.add_row(name, f"{1000 * timing.median:,.2f}", f"{timing.spread:.0%}", per)
+        per = "" if "recomputed" in name else f"{1e6 * timing.median / count:,.0f}"
+        sizes = case.bytes.get(name)
+        memory = [f"{sizes[key] / 2**20:,.1f} MiB" if sizes else "" for key in ("weight_bytes", "cache_bytes")]
+        table.add_row(name, f"{1000 * timing.median:,.2f}", f"{timing.spread:.0%}", per, *memory)
     console.print(table)
     body = timings["hrm_lm body"]
     ratios = {
@@ -258,13 +284,14 @@ def show_case(console: Console, timings: dict[str, Timing], width: int, batch: i
     if "hrm_text body" in timings:
         ratio = timings["hrm_text body"].ratio(body) * 17 / 16
         ratios["hrm_text / body, per application"] = (ratio, "at least 4")
-    if "recomputed" in timings:
-        ratios["recomputed / cached"] = (timings["recomputed"].ratio(timings["hrm_lm"]), "at least 20")
+    if (whole := timings.get("hrm_lm, recomputed")) is not None:
+        ratios["recomputed / cached"] = (whole.ratio(timings["hrm_lm"]), "at least 20")
     for name, (ratio, aim) in ratios.items():
         console.print(f"{name}: {ratio:.2f} (aim: {aim})")
     rows = {name: {"milliseconds": 1000 * t.median, "spread": t.spread} for name, t in timings.items()}
     ratio_values = {name: ratio for name, (ratio, _) in ratios.items()}
-    return {"width": width, "batch": batch, "context": context, "rows": rows, "ratios": ratio_values}
+    sizes = {"width": case.width, "batch": case.batch, "context": case.context}
+    return {**sizes, "rows": rows, "ratios": ratio_values, "memory": case.bytes}
 
 
 def drafting(options: Options, console: Console) -> dict[str, Any]:
@@ -281,7 +308,7 @@ def drafting(options: Options, console: Console) -> dict[str, Any]:
     torch.manual_seed(options.seed)
     shallow = hrmlm.build(
         {
-            **SHALLOW,
+            **transformer(4),
             "vocab_size": model.config.vocab_size,
             "used_vocab": model.config.used_vocab,
             "d_model": model.config.d_model,

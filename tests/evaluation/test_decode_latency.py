@@ -41,9 +41,10 @@ def test_cases(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(case["batch"], case["context"]) for case in result["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
     for case in result["cases"]:
         assert all(row["milliseconds"] > 0 for row in case["rows"].values())
-        assert ("recomputed" in case["rows"]) == (case["batch"] == 1 and case["context"] == 16)
+        assert ("hrm_lm, recomputed" in case["rows"]) == (case["batch"] == 1 and case["context"] == 16)
         body, bare = (case["rows"][name]["milliseconds"] for name in ("hrm_lm body", "bare products"))
         assert body > bare
+        assert case["memory"]["hrm_lm"]["cache_bytes"] == 17 * 2 * 4 * 64 * case["batch"] * case["context"]
     assert result["peak_memory_mib"] > 0
     assert "aim" in output
 
