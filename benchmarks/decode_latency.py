@@ -4,7 +4,8 @@ For each width, batch size and context, in interleaved rounds on the same machin
 
 - `hrm_lm`, N×T = 4×3 (17 applications, 380·D² weights read per token), with the decode engine: whole step, and the
   step without the head ("body");
-- the bare products: its matrices, in the order of the schedule, through the same kernel and nothing else;
+- the bare products: its matrices, in the order of the schedule, through the same kernel and nothing else; and with them
+  the attention of every application over its cached keys and values: what has to be read in any case;
 - Transformers of 24 layers (equal FLOPs per token), 12 and 4 layers, with the same engine;
 - the body of transformers' `hrm_text` of the same widths and cycles, where that library is installed;
 - at the longest context and batch size 1: the whole text recomputed for one token, by each of these models.
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -45,9 +47,11 @@ from hrmlm.inference.generator import CompiledRunner, compiled
 from hrmlm.inference.packing import packed, packed_bytes
 from hrmlm.models import LanguageModel
 from hrmlm.models.blocks import Linear
+from hrmlm.models.cache import KVCache
 
 HRM = {"family": "hrm_lm", "n_cycles": 4, "fast_steps": 3}
 LAYERS = (24, 12, 4)
+REPEATS = 5
 
 
 def transformer(n_layers: int) -> dict[str, Any]:
@@ -152,6 +156,7 @@ class Case:
             hrm = self.model(HRM)
             self.calls["hrm_lm body"] = self.step(hrm, head=False)
             self.calls["bare products"] = bare_products(hrm, self.batch)
+            self.calls["products, attention"] = bare_products(hrm, self.batch, hrm.new_cache(self.batch, self.context))
             models = {"hrm_lm": hrm, **{f"transformer {n}": self.model(transformer(n)) for n in LAYERS}}
             for name, model in models.items():
                 self.calls[name] = self.step(model, head=True)
@@ -161,7 +166,11 @@ class Case:
             if self.batch == 1 and self.context == max(o.contexts):
                 for name, model in models.items():
                     self.calls[f"{name}, recomputed"] = self.recomputed(model)
-            return interleaved(self.calls, iterations=o.rounds, warmup=o.warmup)
+            # Several steps per measurement: decoding goes on with the caches of the processor as its last token left them.
+            repeats = {name: 1 if "recomputed" in name else REPEATS for name in self.calls}
+            calls = {name: repeated(call, repeats[name]) for name, call in self.calls.items()}
+            timings = interleaved(calls, iterations=o.rounds, warmup=o.warmup)
+            return {name: Timing(tuple(s / repeats[name] for s in t.seconds)) for name, t in timings.items()}
 
     def model(self, settings: dict[str, Any]) -> LanguageModel:
         """A packed model with random weights."""
@@ -244,19 +253,33 @@ def bodies(runner: Runner, is_compiled: bool) -> Callable[..., object]:
     return compiled(body) if is_compiled else body
 
 
-def bare_products(model: LanguageModel, batch: int) -> Callable[[], object]:
-    """Every matrix of the schedule, application by application, with the kernel that decoding uses."""
-    layers = [
-        layer
-        for application in model.schedule()
-        for layer in model.get_submodule(application.module).modules()
-        if isinstance(layer, Linear)
-    ]
-    inputs = {layer.in_features: torch.randn(batch, 1, layer.in_features) for layer in layers}
+def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
+    """The same call so many times."""
+
+    def calls() -> None:
+        for _ in range(times):
+            call()
+
+    return calls
+
+
+def bare_products(model: LanguageModel, batch: int, cache: KVCache | None = None) -> Callable[[], object]:
+    """Every matrix of the schedule, application by application, with the kernel that decoding uses; with a cache also
+    attention over all that is stored there."""
+    layers = {
+        name: [layer for layer in model.get_submodule(name).modules() if isinstance(layer, Linear)]
+        for name in {application.module for application in model.schedule()}
+    }
+    inputs = {layer.in_features: torch.randn(batch, 1, layer.in_features) for many in layers.values() for layer in many}
+    heads, head_dim = model.config.heads, model.config.d_model // model.config.heads
+    q_BH1K = torch.randn(batch, heads, 1, head_dim)
 
     def products() -> None:
-        for layer in layers:
-            layer(inputs[layer.in_features])
+        for application in model.schedule():
+            for layer in layers[application.module]:
+                layer(inputs[layer.in_features])
+            if cache is not None:
+                F.scaled_dot_product_attention(q_BH1K, cache.keys[application.slot], cache.values[application.slot])
 
     return products
 
@@ -278,6 +301,7 @@ def show_case(console: Console, case: Case, timings: dict[str, Timing]) -> dict[
     body = timings["hrm_lm body"]
     ratios = {
         "body / bare products": (body.ratio(timings["bare products"]), "at most 1.5"),
+        "body / products and attention": (body.ratio(timings["products, attention"]), "what reading allows: 1"),
         "hrm_lm / transformer 24": (timings["hrm_lm"].ratio(timings["transformer 24"]), "at most 1, at D=256 0.83"),
         "hrm_lm / transformer 4": (timings["hrm_lm"].ratio(timings["transformer 4"]), "at most 3.5"),
     }
