@@ -166,7 +166,7 @@ class Case:
             if self.batch == 1 and self.context == max(o.contexts):
                 for name, model in models.items():
                     self.calls[f"{name}, recomputed"] = self.recomputed(model)
-            # Several steps per measurement: decoding goes on with the caches of the processor as its last token left them.
+            # Several steps per measurement: decoding finds the caches of the processor as its last token left them.
             repeats = {name: 1 if "recomputed" in name else REPEATS for name in self.calls}
             calls = {name: repeated(call, repeats[name]) for name, call in self.calls.items()}
             timings = interleaved(calls, iterations=o.rounds, warmup=o.warmup)
