@@ -3,18 +3,22 @@
 Shape letters: B batch, L positions, V vocabulary, S scored positions of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hrmlm.evaluation.scoring import Ids, check_ids, ids_array, padded_rows, progress_bar
+from hrmlm.evaluation.scoring import Ids, check_batch_size, check_ids, ids_array, padded_rows, progress_bar
 from hrmlm.evaluation.windows import check_window, plan_windows
 from hrmlm.models.base import LanguageModel, evaluating
 from hrmlm.steps import check_depth
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def agreements(
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
     check_ids(model, ids := ids_array(ids))
+    check_batch_size(batch_size)
     positions = max(len(ids) - 1, 0)
     if not positions:
         return {}
@@ -65,7 +70,7 @@ def agreements(
     windows = plan_windows(len(ids), window, stride)
     device = next(model.parameters()).device
     with evaluating(model), progress_bar(positions, progress) as advance:
-        while batch := list(islice(windows, max(1, batch_size))):
+        while batch := list(islice(windows, check_batch_size(batch_size))):
             rows = [np.asarray(ids[item.start : item.end], dtype=np.int64) for item in batch]
             tokens_BL, lengths_B = padded_rows(rows, 0, device)
             scored = [slice(item.first - 1 - item.start, item.end - item.start) for item in batch]
@@ -78,6 +83,22 @@ def agreements(
                     kept[depth] += overlap
             advance(sum(place.stop - place.start for place in scored))
     return {depth: Agreement(positions, same[depth] / positions, kept[depth] / positions) for depth in depths}
+
+
+def show_agreements(found: Mapping[int, Agreement], console: "Console") -> None:
+    """Print the table for people, one line per depth."""
+    from rich.table import Table
+
+    table = Table(title="Agreement of fixed depths with the model as trained", title_justify="left")
+    for column in ("depth", "same token", "accepted"):
+        table.add_column(column, justify="right")
+    for depth, agreement in found.items():
+        table.add_row(str(depth), f"{agreement.greedy:.1%}", f"{agreement.acceptance:.1%}")
+    console.print(table)
+    console.print(
+        "Same token: share of positions with the same most likely token; accepted: probability that speculative "
+        "sampling keeps a token drafted at this depth."
+    )
 
 
 def _compare(early_SV: Tensor, trained_SV: Tensor) -> tuple[int, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrmlm.errors import UserError
-from hrmlm.evaluation.agreement import Agreement
+from hrmlm.evaluation.agreement import Agreement, show_agreements
 from hrmlm.evaluation.report import LossReport
 from hrmlm.files import write_json
 from hrmlm.models.base import LanguageModel
@@ -156,9 +156,7 @@ def show(probe: DepthProbe, console: "Console") -> None:
     split = f" ({first.split})" if first.split else ""
     table = Table(title=escape(f"Loss and depth on {first.data_path or first.data}{split}"), title_justify="left")
     table.add_column("setting")
-    compared = any(point.agreement for point in probe.points)
-    agreement = ("same token", "accepted") if compared else ()
-    for column in ("nats/token", "bits/byte", "steps/token", "block calls/token", *agreement):
+    for column in ("nats/token", "bits/byte", "steps/token", "block calls/token"):
         table.add_column(column, justify="right")
     for point in probe.points:
         bits = point.report.bits_per_byte
@@ -168,22 +166,15 @@ def show(probe: DepthProbe, console: "Console") -> None:
             "undefined" if bits is None else f"{bits:.4f}",
             f"{point.mean_steps:.2f}",
             f"{point.applications:.1f}",
-            *(_shares(point.agreement) if compared else ()),
         )
     console.print(table)
     console.print(
         f"{first.tokens:,} tokens, window {first.window}, stride {first.stride}; trained depth {probe.trained_depth}; "
         "steps and block calls are those that cached decoding executes, counted token by token."
     )
-    if compared:
-        console.print(
-            "Same token: share of positions where the most likely token is that of the model as trained; accepted: "
-            "probability that speculative sampling keeps a token drafted at this depth."
-        )
-
-
-def _shares(agreement: Agreement | None) -> tuple[str, str]:
-    return ("", "") if agreement is None else (f"{agreement.greedy:.1%}", f"{agreement.acceptance:.1%}")
+    found = {point.depth: point.agreement for point in probe.points if point.depth and point.agreement}
+    if found:
+        show_agreements(found, console)
 
 
 def write(probe: DepthProbe, directory: Path) -> Path:

@@ -93,7 +93,7 @@ def score_stream(
     has_steps = False
     windows = plan_windows(len(ids), window, stride)
     with evaluating(model), progress_bar(len(nats), progress) as advance:
-        while batch := list(islice(windows, _positive(batch_size))):
+        while batch := list(islice(windows, check_batch_size(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
             counts = [item.end + 1 - item.first for item in batch]
             scores = _score_rows(model, rows, counts, pad_id, depth, halt_threshold)
@@ -138,7 +138,7 @@ def score_documents(
     nats, counts = [0.0] * len(arrays), [0] * len(arrays)
     steps: list[int | None] = [None] * len(arrays)
     with evaluating(model), progress_bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
-        for batch in _batches(work, _positive(batch_size)):
+        for batch in _batches(work, check_batch_size(batch_size)):
             rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
             scored = [item.end + 1 - item.first for _, item in batch]
             scores = _score_rows(model, rows, scored, pad_id, depth, halt_threshold)
@@ -223,7 +223,8 @@ def check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
             )
 
 
-def _positive(batch_size: int) -> int:
+def check_batch_size(batch_size: int) -> int:
+    """The number of windows per forward pass. Raises: UserError unless it is at least 1."""
     if batch_size < 1:
         raise UserError(f"batch size {batch_size}: must be 1 or more")
     return min(batch_size, sys.maxsize)  # islice takes no more
