@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hrm_lm-update-only": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "gate": "update_only"},
     "hrm_lm-no-gate": {"family": "hrm_lm", "n_cycles": 1, "fast_steps": 3, "gate": "none", "readout": "slow"},
     "hrm_lm-fast-readout": {"family": "hrm_lm", "n_cycles": 2, "fast_steps": 1, "readout": "fast"},
-    "hrm_lm-exits": {"family": "hrm_lm", "n_cycles": 3, "fast_steps": 2, "exit_weight": 0.5, "exit_every": 3},
+    "hrm_lm-exits": {"family": "hrm_lm", "n_cycles": 3, "fast_steps": 1, "exit_weight": 0.5, "exit_every": 3},
     "cosmicfish": {"family": "cosmicfish", **_FISH, "max_steps": 4},
     "cosmicfish-options": {
         "family": "cosmicfish",
