@@ -30,7 +30,7 @@ from hrmlm.models.blocks import (
     prepare_call,
 )
 from hrmlm.models.cache import KVCache
-from hrmlm.models.exits import divergence, join_windows
+from hrmlm.models.early_readout import divergence, join_windows
 from hrmlm.models.halting import ExitRule, run_adaptive
 
 INIT_STD = 0.02

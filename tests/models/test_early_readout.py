@@ -11,7 +11,7 @@ from torch import Tensor
 from hrmlm.data.batch import IGNORE
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel, model_config
-from hrmlm.models.exits import divergence
+from hrmlm.models.early_readout import divergence
 from tests.families import FAMILIES
 from tests.models.helpers import (
     build,
