@@ -123,9 +123,14 @@ def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "depth.json").read_text()) == result
     assert (tmp_path / "out" / "depth.png").stat().st_size > 1000
     assert call(*settings) == 0
-    assert "threshold 0.9" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "threshold 0.9" in output
+    assert "accepted" in output
     fixed = answer(capsys, "probe", "depth", place / "fixed", *data)
     assert [point["mean_steps"] for point in fixed["points"]] == [4, *range(1, 9)]
+    assert fixed["points"][0]["agreement"] is None
+    assert fixed["points"][4]["agreement"] == {"positions": 60, "greedy": 1.0, "acceptance": pytest.approx(1.0)}
+    assert fixed["points"][1]["agreement"]["greedy"] < 1
     assert call("probe", "depth", place / "fish", *data, "--thresholds", "", "--depths", "5") == 0
     assert "warning: depth 5 is beyond" in capsys.readouterr().err
 

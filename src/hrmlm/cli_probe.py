@@ -55,6 +55,7 @@ def depth(
     """
     from hrmlm.checkpoint import load_model
     from hrmlm.evaluation import depth as study
+    from hrmlm.evaluation.agreement import agreements
     from hrmlm.steps import depth_warning
     from hrmlm.training.run import resolve_checkpoint
 
@@ -62,15 +63,17 @@ def depth(
         study.pyplot()  # a missing package is told before the work, not after it
     source = resolve_checkpoint(checkpoint)
     model = load_model(source)
-    settings = {"window": window, "stride": stride, "batch_size": batch_size, "first_tokens": tokens}
+    settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
     chosen = _numbers(depths, int, "--depths")
     if chosen and (warning := depth_warning(model, max(chosen))):
         print(f"warning: {warning}", file=sys.stderr)
+    settings["progress"] = sys.stderr.isatty()
     result = study.probe_depth(
         model,
-        partial(evaluator(model, source, data, split), progress=sys.stderr.isatty(), **settings),
+        partial(evaluator(model, source, data, split), first_tokens=tokens, **settings),
         thresholds=_numbers(thresholds, float, "--thresholds"),
         depths=chosen,
+        compare=lambda asked: agreements(model, _stream(source, data, split, tokens), asked, **settings),
     )
     picture = study.write(result, out) if out is not None else None
     if as_json:
@@ -98,6 +101,19 @@ def evaluator(model: "LanguageModel", source: "Checkpoint", data: Path, split: s
             f"{prepared.tokenizer.fingerprint}; prepare the text with --tokenizer {source.path}/tokenizer.json"
         )
     return partial(evaluate_data, model, prepared, split, checkpoint=str(source.path), data_path=str(data))
+
+
+def _stream(source: "Checkpoint", data: Path, split: str, first_tokens: int | None) -> Any:
+    """The ids that the evaluator scores, with the end-of-text mark in front."""
+    import numpy as np
+
+    from hrmlm.checkpoint import load_tokenizer
+    from hrmlm.data.tokens import PreparedData
+    from hrmlm.evaluation.loss import file_ids
+
+    tokenizer = load_tokenizer(source)
+    ids = PreparedData.open(data).split(split) if data.is_dir() else file_ids(data, tokenizer)
+    return np.concatenate([[tokenizer.end_of_text], ids[:first_tokens]]).astype(np.int64)
 
 
 def _numbers(text: str | None, kind: type, option: str) -> Any:

@@ -30,6 +30,8 @@ RECURRENT: list[dict[str, Any]] = [
     {"scaled_init": False},
     {"exit_probability": 0.5},
     {"exit_probability": 1.0},
+    {"exit_weight": 1.0},
+    {"exit_weight": 0.1, "exit_every": 1, "exit_probability": 0.5, "gradient_window": 1},
 ]
 HALTING: list[dict[str, Any]] = [
     {},

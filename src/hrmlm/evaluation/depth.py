@@ -1,11 +1,12 @@
 """Quality against compute: loss and outer steps truly executed, for halting thresholds and for fixed depths."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrmlm.errors import UserError
+from hrmlm.evaluation.agreement import Agreement, show_agreements
 from hrmlm.evaluation.report import LossReport
 from hrmlm.files import write_json
 from hrmlm.models.base import LanguageModel
@@ -23,10 +24,11 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class DepthPoint:
-    """One setting. report: its loss; mean_steps: outer steps executed per token; applications: block calls per token.
+    """One setting. report: its loss; mean_steps: outer steps executed per token; applications: block calls per token;
+    agreement: of a fixed depth with the model as trained, where it was asked for.
 
-    Both are counted, not nominal: what decoding with a cache executes for these tokens. A forward pass over many
-    positions at once computes all of them up to the last one that stops.
+    Steps and calls are counted, not nominal: what decoding with a cache executes for these tokens. A forward pass over
+    many positions at once computes all of them up to the last one that stops.
     """
 
     report: LossReport
@@ -34,6 +36,7 @@ class DepthPoint:
     halt_threshold: float | None
     mean_steps: float
     applications: float
+    agreement: Agreement | None = None
 
     @property
     def name(self) -> str:
@@ -55,6 +58,7 @@ class DepthPoint:
             "mean_steps": self.mean_steps,
             "applications_per_token": self.applications,
             "steps": None if r.steps is None else r.steps.to_dict(),
+            "agreement": None if self.agreement is None else self.agreement.to_dict(),
         }
 
 
@@ -78,12 +82,14 @@ def probe_depth(
     *,
     thresholds: Sequence[float] | None = None,
     depths: Sequence[int] | None = None,
+    compare: Callable[[Sequence[int]], Mapping[int, Agreement]] | None = None,
 ) -> DepthProbe:
     """Evaluate a model as trained, at halting thresholds, and at fixed depths.
 
     evaluate: gives the report for keywords `depth` and `halt_threshold`. thresholds: default THRESHOLDS for a model
     that learns its depth, none for others. depths: default 1 to the trained depth for a model that learns it, to twice
-    the trained depth for others, as far as they can.
+    the trained depth for others, as far as they can. compare: gives the agreement of fixed depths with the model as
+    trained (`agreements`; None: not measured).
 
     Raises: UserError for a setting that the model cannot run, before anything is evaluated.
     """
@@ -95,7 +101,11 @@ def probe_depth(
     settings += [(None, threshold) for threshold in thresholds] + [(depth, None) for depth in depths]
     for depth, threshold in settings:
         check_depth(model, depth, threshold)
-    return DepthProbe([_point(model, evaluate, *setting) for setting in settings], model.trained_depth)
+    points = [_point(model, evaluate, *setting) for setting in settings]
+    if compare is not None:
+        found = compare(depths)
+        points = [p if p.depth is None else replace(p, agreement=found.get(p.depth)) for p in points]
+    return DepthProbe(points, model.trained_depth)
 
 
 def default_depths(model: LanguageModel) -> list[int]:
@@ -162,6 +172,9 @@ def show(probe: DepthProbe, console: "Console") -> None:
         f"{first.tokens:,} tokens, window {first.window}, stride {first.stride}; trained depth {probe.trained_depth}; "
         "steps and block calls are those that cached decoding executes, counted token by token."
     )
+    found = {point.depth: point.agreement for point in probe.points if point.depth and point.agreement}
+    if found:
+        show_agreements(found, console)
 
 
 def write(probe: DepthProbe, directory: Path) -> Path:

@@ -146,6 +146,11 @@ def evaluate_file(model: LanguageModel, path: str | Path, tokenizer: "Tokenizer"
     return _finite(evaluate_ids(model, ids, tokenizer, **{**names, **settings}))
 
 
+def file_ids(path: str | Path, tokenizer: "Tokenizer") -> NDArray[np.integer]:
+    """Ids of a UTF-8 text file, as `evaluate_file` scores them. Raises: UserError for a file that it would refuse."""
+    return _encode(tokenizer, _read(Path(path)).decode())
+
+
 def _read(path: Path) -> bytes:
     """Content of a UTF-8 text file with something in it. Raises: UserError naming the file (and byte offset)."""
     try:

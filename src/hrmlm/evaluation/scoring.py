@@ -86,14 +86,14 @@ def score_stream(
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
-    ids = _array(ids)
-    _check_ids(model, ids)
+    ids = ids_array(ids)
+    check_ids(model, ids)
     scored = max(len(ids) - 1, 0)
     nats, steps, positions = np.empty(scored), np.empty(scored, np.int32), np.empty(scored, np.int32)
     has_steps = False
     windows = plan_windows(len(ids), window, stride)
-    with evaluating(model), _bar(len(nats), progress) as advance:
-        while batch := list(islice(windows, _positive(batch_size))):
+    with evaluating(model), progress_bar(len(nats), progress) as advance:
+        while batch := list(islice(windows, check_batch_size(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
             counts = [item.end + 1 - item.first for item in batch]
             scores = _score_rows(model, rows, counts, pad_id, depth, halt_threshold)
@@ -130,15 +130,15 @@ def score_documents(
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
-    arrays = [_array(document) for document in documents]
+    arrays = [ids_array(document) for document in documents]
     for array in arrays:
-        _check_ids(model, array)
+        check_ids(model, array)
     work = [(index, item) for index, array in enumerate(arrays) for item in plan_windows(len(array), window, stride)]
     work.sort(key=lambda pair: pair[1].start - pair[1].end)  # windows of like length together: less padding
     nats, counts = [0.0] * len(arrays), [0] * len(arrays)
     steps: list[int | None] = [None] * len(arrays)
-    with evaluating(model), _bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
-        for batch in _batches(work, _positive(batch_size)):
+    with evaluating(model), progress_bar(sum(max(len(array) - 1, 0) for array in arrays), progress) as advance:
+        for batch in _batches(work, check_batch_size(batch_size)):
             rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
             scored = [item.end + 1 - item.first for _, item in batch]
             scores = _score_rows(model, rows, scored, pad_id, depth, halt_threshold)
@@ -165,14 +165,12 @@ def _score_rows(
     """
     device = next(model.parameters()).device
     lengths = [len(row) - 1 for row in rows]
-    tokens_BL = np.full((len(rows), max(lengths)), pad_id, dtype=np.int64)
-    for i, row in enumerate(rows):
-        tokens_BL[i, : lengths[i]] = row[:-1]
+    tokens_BL, lengths_B = padded_rows([row[:-1] for row in rows], pad_id, device)
     last_only = max(scored) == 1  # stride 1: the head reads one position per row instead of a whole window
     read_B = torch.tensor(lengths, device=device) - 1 if last_only else None
     output = model(
-        torch.from_numpy(tokens_BL).to(device),
-        lengths_B=torch.tensor(lengths),
+        tokens_BL,
+        lengths_B=lengths_B,
         read_B=read_B,
         depth=depth,
         halt_threshold=halt_threshold,
@@ -192,14 +190,26 @@ def _score_rows(
     ]
 
 
-def _array(ids: Ids) -> NDArray[np.integer]:
+def padded_rows(
+    rows: Sequence[NDArray[np.int64]], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids as one batch (B, L) on a device, padded on the right, and their lengths (B,)."""
+    lengths_B = torch.tensor([len(row) for row in rows])
+    tokens_BL = np.full((len(rows), int(lengths_B.max())), pad_id, dtype=np.int64)
+    for i, row in enumerate(rows):
+        tokens_BL[i, : len(row)] = row
+    return torch.from_numpy(tokens_BL).to(device), lengths_B
+
+
+def ids_array(ids: Ids) -> NDArray[np.integer]:
+    """Ids as an array of one dimension. Raises: UserError for another shape."""
     array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asanyarray(ids)
     if array.ndim != 1:
         raise UserError(f"token ids of shape {array.shape}: one dimension expected")
     return array.astype(np.int64) if array.size == 0 else array
 
 
-def _check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
+def check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
     """Raise UserError if an id has no logit: the data then belong to another tokenizer."""
     limit = model.config.n_predicted
     for start in range(0, len(ids), _CHECK):
@@ -213,7 +223,8 @@ def _check_ids(model: LanguageModel, ids: NDArray[np.integer]) -> None:
             )
 
 
-def _positive(batch_size: int) -> int:
+def check_batch_size(batch_size: int) -> int:
+    """The number of windows per forward pass. Raises: UserError unless it is at least 1."""
     if batch_size < 1:
         raise UserError(f"batch size {batch_size}: must be 1 or more")
     return min(batch_size, sys.maxsize)  # islice takes no more
@@ -224,7 +235,7 @@ def _batches(work: list[tuple[int, Window]], size: int) -> Iterator[list[tuple[i
 
 
 @contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that advances a progress bar on standard error, or does nothing."""
     if not progress:
         yield lambda tokens: None

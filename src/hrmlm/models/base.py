@@ -30,6 +30,7 @@ from hrmlm.models.blocks import (
     prepare_call,
 )
 from hrmlm.models.cache import KVCache
+from hrmlm.models.early_readout import divergence, join_windows
 from hrmlm.models.halting import ExitRule, run_adaptive
 
 INIT_STD = 0.02
@@ -96,13 +97,17 @@ class RecurrentConfig(ModelConfig):
     """Settings of families that apply the same weights M times (models of recurrent depth).
 
     gradient_window: K, the last K of the M repeated steps are inside the graph (None: K = M, all of them);
-    scaled_init: repeated weights from N(0, (0.02/√M)²); exit_probability: share of training steps that end after a
-    random smaller depth, so that the readout of every depth is a usable prediction.
+    scaled_init: repeated weights from N(0, (0.02/√M)²). Two ways to make the readout of every depth a usable
+    prediction: exit_probability: share of training steps that end after a random smaller depth; exit_weight: in the
+    other steps, pull the readout of a random smaller depth towards that of the full one, by this weight of their KL
+    divergence in nats, measured at every `exit_every`-th position.
     """
 
     gradient_window: Positive | None = None
     scaled_init: bool = True
     exit_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    exit_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    exit_every: Positive = 4
 
     @property
     def total_steps(self) -> int:
@@ -114,12 +119,25 @@ class RecurrentConfig(ModelConfig):
         """K, the gradient window in steps."""
         return self.gradient_window or self.total_steps
 
+    @property
+    def trains_exits(self) -> str | None:
+        """Name of the setting that trains smaller depths, None if there is none."""
+        return next((name for name in ("exit_weight", "exit_probability") if getattr(self, name)), None)
+
     @model_validator(mode="after")
     def _check_window(self) -> "RecurrentConfig":
         if self.window > self.total_steps:
             raise ValueError(
                 f"gradient_window {self.gradient_window} exceeds the {self.total_steps} steps of the model"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_exit_weight(self) -> "RecurrentConfig":
+        if self.exit_weight and self.exit_probability == 1:
+            raise ValueError("exit_weight without effect: with exit_probability 1 no step runs the full depth")
+        if not self.exit_weight and self.exit_every != type(self).model_fields["exit_every"].default:
+            raise ValueError("exit_every without effect: exit_weight is 0")
         return self
 
 
@@ -233,9 +251,13 @@ class LanguageModel(nn.Module, ABC):
         """
         return None
 
+    def cut(self, states: States) -> States:
+        """The states without their graph; what runs once per token keeps its own."""
+        return tuple(state.detach() for state in states)
+
     def restart(self, tokens_BL: Tensor, states: States, call: ForwardCall) -> States:
         """The states with which the next supervision pass starts: those of the one before, without their graph."""
-        return tuple(state.detach() for state in states)
+        return self.cut(states)
 
     def exit_rule(self, call: ForwardCall) -> ExitRule | None:
         """What decides when positions stop; None: all run every cycle."""
@@ -256,6 +278,9 @@ class LanguageModel(nn.Module, ABC):
                 states = self.restart(tokens_BL, states, call)
             for index in range(first, first + call.cycles):
                 states = self.cycle(index, states, call)
+                if index + 1 == call.early_cycle:
+                    call.early_BLD = self.finish(self.read(states), call)
+                    states = self.cut(states) if call.early_cut else states
             yield self.finish(self.read(states), call)
 
     def repeated_modules(self) -> Iterable[nn.Module]:
@@ -444,6 +469,7 @@ class LanguageModel(nn.Module, ABC):
         depth = self._training_depth(rng)
         call = self._begin(batch.inputs_BL, None, None)
         call.backward_per_pass, call.schedule, call.cycles = True, self.schedule(depth), depth
+        offset = self._prepare_early(call, rng) if depth == self.trained_depth else 0
         self.prepare_training(call, rng)
         for index, state_BLD in enumerate(self.states(batch.inputs_BL, call)):
             logits_BLV = self.readout(state_BLD)
@@ -451,6 +477,11 @@ class LanguageModel(nn.Module, ABC):
                 logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum"
             )
             penalty, extra = self.penalties(call, batch.targets_BL != IGNORE)
+            if call.early_BLD is not None:
+                scored_BL, every = batch.targets_BL != IGNORE, self.config.exit_every
+                apart = divergence(self.readout, call.early_BLD, logits_BLV, scored_BL, every, offset)
+                penalty = penalty + self.config.exit_weight * apart
+                extra = {**extra, "exit_divergence": apart.detach()}
             is_last = index == self.n_passes - 1
             yield PartialLoss(nats + penalty, nats.detach(), batch.n_targets, counted=is_last, depth=depth, extra=extra)
 
@@ -469,6 +500,14 @@ class LanguageModel(nn.Module, ABC):
         if rng is not None and self.trained_depth > 1 and rng.random() < probability:
             return rng.randint(1, self.trained_depth - 1)
         return self.trained_depth
+
+    def _prepare_early(self, call: ForwardCall, rng: random.Random | None) -> int:
+        """Choose the smaller depth whose readout a step of full depth trains too; the first position compared."""
+        if rng is None or not getattr(self.config, "exit_weight", 0.0):
+            return 0
+        call.early_cycle = rng.randint(1, self.trained_depth - 1)
+        call.schedule, call.early_cut = join_windows(self.schedule(call.early_cycle), call.schedule)
+        return rng.randint(0, self.config.exit_every - 1)
 
     def new_cache(
         self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None

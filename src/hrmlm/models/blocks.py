@@ -97,6 +97,9 @@ class ForwardCall:
     steps_BL: Tensor | None = None  # result: outer steps executed
     step_cost_BL: Tensor | None = None  # result: steps + remainder, differentiable
     q_B2: Tensor | None = None  # result: last halting logits of whole sequences
+    early_cycle: int = 0  # in training: read out after so many cycles too; 0: no
+    early_cut: bool = False  # the states lose their graph there
+    early_BLD: Tensor | None = None  # result: readout state of that cycle, before the final norm
 
     @property
     def positions_BL(self) -> Tensor:

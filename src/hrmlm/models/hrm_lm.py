@@ -45,8 +45,13 @@ class HRMConfig(RecurrentConfig):
         if self.readout == "fast" and self.window <= self.fast_steps:
             remedy = "at least 2 cycles" if self.n_cycles == 1 else f"a gradient window above {self.fast_steps}"
             raise ValueError(f"readout 'fast' needs {remedy}, or the slow cell is never trained")
-        if self.exit_probability and self.n_cycles == 1:
-            raise ValueError("exit_probability needs at least 2 cycles")
+        if self.trains_exits and self.n_cycles == 1:
+            raise ValueError(f"{self.trains_exits} needs at least 2 cycles")
+        if self.exit_weight and self.n_passes > 1:
+            raise ValueError(
+                f"exit_weight with {self.n_passes} passes: fewer cycles per pass are no beginning of the full forward "
+                "pass, which has no readout of that depth; use exit_probability, or n_passes 1"
+            )
         return self
 
 
@@ -183,11 +188,15 @@ class HRM(LanguageModel):
             return fast_BLD + slow_BLD
         return slow_BLD if self.config.readout == "slow" else fast_BLD
 
+    def cut(self, states: States) -> States:
+        """See LanguageModel.cut: x stays as it is."""
+        fast_BLD, slow_BLD, x_BLD = states
+        return fast_BLD.detach(), slow_BLD.detach(), x_BLD
+
     def restart(self, tokens_BL: Tensor, states: States, call: ForwardCall) -> States:
         """See LanguageModel.restart; where the graph of x is gone, x is computed again."""
-        fast_BLD, slow_BLD, x_BLD = states
-        x_BLD = self._input(tokens_BL, call) if call.backward_per_pass else x_BLD
-        return fast_BLD.detach(), slow_BLD.detach(), x_BLD
+        fast_BLD, slow_BLD, x_BLD = self.cut(states)
+        return fast_BLD, slow_BLD, self._input(tokens_BL, call) if call.backward_per_pass else x_BLD
 
     def _input(self, tokens_BL: Tensor, call: ForwardCall) -> Tensor:
         embedded_BLD = self.embed(tokens_BL)

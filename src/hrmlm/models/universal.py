@@ -37,8 +37,8 @@ class UniversalConfig(RecurrentConfig, HaltingConfig):
 
     @model_validator(mode="after")
     def _check_exits(self) -> "UniversalConfig":
-        if self.exit_probability and self.n_steps == 1:
-            raise ValueError("exit_probability needs at least 2 steps")
+        if self.trains_exits and self.n_steps == 1:
+            raise ValueError(f"{self.trains_exits} needs at least 2 steps")
         return self
 
     @model_validator(mode="after")
@@ -54,8 +54,8 @@ class UniversalConfig(RecurrentConfig, HaltingConfig):
                 f"halting with gradient_window {self.window} of {self.n_steps} steps: what stops before the window "
                 "opens would teach the block nothing; leave gradient_window unset"
             )
-        if self.exit_probability:
-            raise ValueError("exit_probability with halting: depth is learned already; exploration varies it")
+        if self.trains_exits:
+            raise ValueError(f"{self.trains_exits} with halting: depth is learned already; exploration varies it")
         self.check_target(self.n_steps)
         return self
 
@@ -124,6 +124,11 @@ class UniversalTransformer(AdaptiveModel):
             new_BLD = self.block(input_BLD, call, application.slot)
             call.record(application, h_BLD, new_BLD)
         return new_BLD, embedded_BLD
+
+    def cut(self, states: States) -> States:
+        """See LanguageModel.cut: the embedding stays as it is."""
+        h_BLD, embedded_BLD = states
+        return h_BLD.detach(), embedded_BLD
 
     def read(self, states: States) -> Tensor:
         """See LanguageModel.read."""
