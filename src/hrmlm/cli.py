@@ -37,6 +37,11 @@ HaltThreshold = Annotated[
     typer.Option(help="Stop a position when its halting probabilities sum to this (default: as trained)."),
 ]
 
+Exit = Annotated[
+    str | None,
+    typer.Option(help="When a position stops: change:X, kl:X, halt:X or cycles:N (default: as trained)."),
+]
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Mistakes of the user end in one line on standard error and exit code 2."""
@@ -226,6 +231,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass; no influence on the result.")] = 8,
     depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
     halt_threshold: HaltThreshold = None,
+    exit: Exit = None,
     as_json: Json = False,
 ) -> None:
     """Score text: nats per token, perplexity and bits per byte, all from one total.
@@ -234,19 +240,19 @@ def evaluate(
     """
     from hrmlm.checkpoint import load_model
     from hrmlm.evaluation.loss import show
-    from hrmlm.steps import check_depth
+    from hrmlm.steps import depth_keywords
     from hrmlm.training.run import resolve_checkpoint
 
     source = resolve_checkpoint(checkpoint)
     model = load_model(source)
-    check_depth(model, depth, halt_threshold)
-    _warn_of_depth(model, depth)
+    _warn_of_depth(model, depth_keywords(model, depth, halt_threshold, exit)["depth"])
     report = evaluator(model, source, data, split)(
         window=window,
         stride=stride,
         batch_size=batch_size,
         depth=depth,
         halt_threshold=halt_threshold,
+        exit=exit,
         progress=sys.stderr.isatty(),
     )
     if as_json:
@@ -270,6 +276,10 @@ def generate(
     cache: Annotated[bool, typer.Option(help="Keep keys and values: the same text, much faster.")] = True,
     depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
     halt_threshold: HaltThreshold = None,
+    exit: Exit = None,
+    cache_policy: Annotated[
+        str, typer.Option(help="Which cycles keep keys and values: full (exact), first, last or every:K.")
+    ] = "full",
     draft: Annotated[
         str | None,
         typer.Option(help="Guess with so many cycles, verify together: the same text, faster. auto: as measured."),
@@ -296,7 +306,7 @@ def generate(
     from hrmlm.inference.generator import Generator
     from hrmlm.inference.rows import GenerationOptions
     from hrmlm.inference.show import show_depths, visible
-    from hrmlm.steps import check_depth
+    from hrmlm.steps import depth_keywords
     from hrmlm.training.run import resolve_checkpoint
 
     texts = list(prompt or [])
@@ -317,18 +327,21 @@ def generate(
         "cache": cache,
         "depth": depth,
         "halt_threshold": halt_threshold,
+        "exit": exit,
+        "cache_policy": cache_policy,
         "draft": int(draft) if draft and draft.isdecimal() else draft,
         "draft_tokens": draft_tokens,
     }
     options = GenerationOptions.parse(settings, "generate")
     source = resolve_checkpoint(checkpoint)
     model, tokenizer = load_model(source), load_tokenizer(source)
-    check_depth(model, depth, halt_threshold)
+    depth = depth_keywords(model, depth, halt_threshold, exit)["depth"]
     _warn_of_depth(model, depth)
     dtype = getattr(torch, precision.value)
     with Generator(model, tokenizer, pack=pack, compile=compile, dtype=dtype) as generator:
         if show_depth and not as_json:
-            return show_depths(generator.engine(texts, options), texts, depth or model.trained_depth)
+            most = (depth or model.trained_depth) * model.n_passes
+            return show_depths(generator.engine(texts, options), texts, most)
         if len(texts) == 1 and not as_json:
             events = generator.stream(texts[0], options)  # refuses a bad prompt before anything is printed
             print(texts[0], end="", flush=True)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,10 +14,17 @@ from hrmlm.errors import UserError
 if TYPE_CHECKING:
     from hrmlm.checkpoint import Checkpoint
     from hrmlm.evaluation.report import LossReport
+    from hrmlm.evaluation.speed import Run, Speed
     from hrmlm.models import LanguageModel
 
 probe = typer.Typer(help="Study a trained model.", no_args_is_help=True)
 
+MOST_NUMBERS = 1000
+"""A list of settings is not longer: each is evaluated."""
+
+Seconds = Annotated[
+    float, typer.Option(min=0, help="About how long to measure decoding (0: leave it out, with its column).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
 
 
@@ -39,6 +46,10 @@ def depth(
     thresholds: Annotated[
         str | None, typer.Option(help="Halting thresholds, such as 0.5,0.9 (default: 0.5,0.7,0.9,0.99).")
     ] = None,
+    exits: Annotated[
+        str | None,
+        typer.Option("--exits", "--exit", help="Exit policies, such as change:0.1,kl:0.01 (default: several of both)."),
+    ] = None,
     depths: Annotated[
         str | None, typer.Option(help="Fixed depths, such as 1..8 or 1,2,4 (default: as far as makes sense).")
     ] = None,
@@ -46,21 +57,23 @@ def depth(
     window: Annotated[int | None, typer.Option(help="Tokens the model sees at once (default: its context).")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens scored per window (default: the window).")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass; no influence on the result.")] = 8,
+    seconds: Seconds = 30.0,
     out: Annotated[Path | None, typer.Option(help="Directory for depth.json and the picture depth.png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Loss and steps truly executed at halting thresholds and at fixed depths: the curve of quality and compute.
+    """Loss, steps truly executed and speed, at fixed depths and with rules that stop earlier.
 
     Example: hrmlm probe depth runs/tinystories-cosmicfish --data runs/data/tinystories --out curves
     """
     from hrmlm.checkpoint import load_model
     from hrmlm.evaluation import depth as study
     from hrmlm.evaluation.agreement import agreements
+    from hrmlm.evaluation.picture import check_out
     from hrmlm.steps import depth_warning
     from hrmlm.training.run import resolve_checkpoint
 
     if out is not None:
-        study.pyplot()  # a missing package is told before the work, not after it
+        check_out(out)
     source = resolve_checkpoint(checkpoint)
     model = load_model(source)
     settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
@@ -72,8 +85,10 @@ def depth(
         model,
         partial(evaluator(model, source, data, split), first_tokens=tokens, **settings),
         thresholds=_numbers(thresholds, float, "--thresholds"),
+        exits=None if exits is None else [part for part in exits.split(",") if part],
         depths=chosen,
         compare=lambda asked: agreements(model, _stream(source, data, split, tokens), asked, **settings),
+        speeds=_speeds(model, source, data, split, seconds),
     )
     picture = study.write(result, out) if out is not None else None
     if as_json:
@@ -83,6 +98,73 @@ def depth(
     study.show(result, Console())
     if picture is not None:
         print(f"Picture: {picture}")
+
+
+@probe.command()
+def cache(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
+    data: Annotated[Path, typer.Option(help="Prepared directory, or a UTF-8 text file.")],
+    split: Annotated[str, typer.Option(help="Split of prepared data.")] = "valid",
+    policies: Annotated[
+        str | None, typer.Option(help="Cache policies, such as first,last,every:2 (default: all that differ).")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Cycles, steps or layers to run (default: as trained).")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Look at so many tokens only.")] = 4096,
+    window: Annotated[int | None, typer.Option(help="Tokens the model sees at once (default: its context).")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens scored per window (default: the window).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows per forward pass; no influence on the result.")] = 8,
+    seconds: Seconds = 30.0,
+    out: Annotated[Path | None, typer.Option(help="Directory for cache.json and the picture cache.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes, loss and speed of every cache policy: what is saved by keeping fewer cycles' keys, and what it costs.
+
+    Example: hrmlm probe cache runs/demo/hrm-lm --data data/book --out curves
+    """
+    from hrmlm.checkpoint import load_model
+    from hrmlm.evaluation import cache_policies as study
+    from hrmlm.evaluation.picture import check_out
+    from hrmlm.training.run import resolve_checkpoint
+
+    if out is not None:
+        check_out(out)
+    source = resolve_checkpoint(checkpoint)
+    model = load_model(source)
+    settings = {"window": window, "stride": stride, "batch_size": batch_size, "first_tokens": tokens}
+    result = study.probe_cache(
+        model,
+        partial(evaluator(model, source, data, split), progress=sys.stderr.isatty(), **settings),
+        None if policies is None else [part for part in policies.split(",") if part],
+        depth=depth,
+        speeds=_speeds(model, source, data, split, seconds),
+    )
+    picture = study.write(result, out) if out is not None else None
+    if as_json:
+        return print_json(result.to_dict())
+    from rich.console import Console
+
+    study.show(result, Console())
+    if picture is not None:
+        print(f"Picture: {picture}")
+
+
+def _speeds(
+    model: "LanguageModel", source: "Checkpoint", data: Path, split: str, seconds: float
+) -> "Callable[[Sequence[Run]], list[Speed | None]] | None":
+    """What measures decoding on the beginning of the text; None: it is not to be measured."""
+    from hrmlm.checkpoint import load_tokenizer
+    from hrmlm.data.tokens import PreparedData
+    from hrmlm.evaluation.loss import file_ids
+    from hrmlm.evaluation.speed import MOST_IDS, decode_speeds
+
+    if not seconds:
+        return None
+
+    def measure(runs: "Sequence[Run]") -> "list[Speed | None]":
+        ids = PreparedData.open(data).split(split) if data.is_dir() else file_ids(data, load_tokenizer(source))
+        return decode_speeds(model, ids[:MOST_IDS], runs, seconds=seconds)
+
+    return measure
 
 
 def evaluator(model: "LanguageModel", source: "Checkpoint", data: Path, split: str) -> "Callable[..., LossReport]":
@@ -124,8 +206,15 @@ def _numbers(text: str | None, kind: type, option: str) -> Any:
     try:
         for part in filter(None, text.split(",")):
             first, dots, last = part.partition("..")
-            numbers += range(int(first), int(last) + 1) if dots and kind is int else [kind(part)]
-    except ValueError:
+            new = range(int(first), int(last) + 1) if dots and kind is int else [kind(part)]
+            if not new:
+                raise UserError(f"{option} {part}: a range goes from the smaller number to the larger one")
+            if len(new) > MOST_NUMBERS - len(numbers):
+                raise UserError(f"{option} {text!r} has more than {MOST_NUMBERS} numbers; ask for fewer")
+            numbers += new
+    except UserError:
+        raise
+    except (ValueError, OverflowError):
         example = "1,2,4 or 1..8" if kind is int else "0.5,0.9"
         raise UserError(f"{option} {text!r} is not a list of numbers such as {example}") from None
     return numbers

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hrmlm.errors import UserError
 from hrmlm.models.base import LanguageModel
+from hrmlm.models.exit_policy import parse_exit
 
 CONSTANT = 0.99
 """Depth counts as constant when a larger share of the positions than this stops at the same step."""
@@ -67,6 +69,22 @@ def check_depth(model: LanguageModel, depth: int | None, halt_threshold: float |
         model.check_threshold(halt_threshold, depth)
 
 
+def depth_keywords(
+    model: LanguageModel, depth: int | None = None, halt_threshold: float | None = None, exit: str | None = None
+) -> dict[str, Any]:
+    """The keywords `depth`, `halt_threshold` and `exit` of the model's forward pass for these settings.
+
+    exit: a policy such as "change:0.1" (see hrmlm.models.exit_policy).
+    Raises: UserError for settings that this model cannot run with.
+    """
+    if exit is None:
+        check_depth(model, depth, halt_threshold)
+        return {"depth": depth, "halt_threshold": halt_threshold, "exit": None}
+    if depth is not None or halt_threshold is not None:
+        raise UserError(f"exit {exit}, depth and halt_threshold exclude each other; give one of them")
+    return parse_exit(exit).keywords(model)
+
+
 def depth_warning(model: LanguageModel, depth: int | None) -> str | None:
     """What to tell someone who asks for more depth than the model was trained at."""
     if depth is None or depth <= model.trained_depth:
@@ -75,13 +93,15 @@ def depth_warning(model: LanguageModel, depth: int | None) -> str | None:
 
 
 def halting_rule(
-    model: LanguageModel, depth: int | None, halt_threshold: float | None
+    model: LanguageModel, depth: int | None, halt_threshold: float | None, exit: Any = None
 ) -> tuple[str | None, float | None]:
     """Name of the rule that decides the depth, and its threshold. (None, None) of models whose depth is fixed anyway.
 
     "fixed": a depth that was asked for; "token": each position stops when its halting probabilities sum to the
-    threshold; other names are those of the family's configuration.
+    threshold; "change", "kl": an exit policy, and its number; other names are those of the family's configuration.
     """
+    if exit is not None:
+        return exit.name, exit.limit
     rule = getattr(model.config, "halting", None)
     if rule in (None, "none"):
         return None, None

@@ -68,7 +68,7 @@ def test_fixed_depth_runs_to_twice_the_trained_one(family: str) -> None:
     calls = []
     hook = next(item.module for item in model.schedule() if item.name.split()[0] in ("step", "slow"))
     model.get_submodule(hook).register_forward_hook(lambda module, args, output: calls.append(1))
-    result = probe(model, "one window")
+    result = probe(model, "one window", exits=[])
     depths = [model.trained_depth, *range(1, 2 * model.trained_depth + 1)]
     assert [point.mean_steps for point in result.points] == depths
     assert [point.applications for point in result.points] == [len(model.schedule(depth)) for depth in depths]
@@ -76,7 +76,7 @@ def test_fixed_depth_runs_to_twice_the_trained_one(family: str) -> None:
 
 
 def test_only_depths_that_the_model_can_run() -> None:
-    result = probe(make("universal-options", vocab_size=257), "some text")
+    result = probe(make("universal-options", vocab_size=257), "some text", exits=[])
     assert [point.depth for point in result.points] == [None, 1, 2, 3, 4], "its step vectors end at 4"
 
 

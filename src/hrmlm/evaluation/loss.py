@@ -20,7 +20,7 @@ from hrmlm.evaluation.report import EndMarks, LossReport, show
 from hrmlm.evaluation.scoring import DocumentScore, Ids, StreamScore, score_documents, score_stream, score_tokens
 from hrmlm.evaluation.words import count_words
 from hrmlm.models.base import LanguageModel
-from hrmlm.steps import StepCounts, halting_rule
+from hrmlm.steps import StepCounts, depth_keywords, halting_rule
 
 if TYPE_CHECKING:
     from hrmlm.data.tokenizer import Tokenizer
@@ -58,6 +58,8 @@ def evaluate_ids(
     batch_size: int = 8,
     depth: int | None = None,
     halt_threshold: float | None = None,
+    exit: str | None = None,
+    cache_policy: str | None = None,
     first_tokens: int | None = None,
     data: str | None = None,
     data_path: str | None = None,
@@ -67,13 +69,14 @@ def evaluate_ids(
 ) -> LossReport:
     """Loss on a stream of ids. An end-of-text mark is put in front as context, so that every id given is scored.
 
-    window, stride, batch_size, depth, halt_threshold, progress: as in `score_stream`. first_tokens: look at so many ids
-    only. The rest are names for the report; data: a fingerprint (None: one of the ids).
+    window, stride, batch_size, depth, halt_threshold, exit, cache_policy, progress: as in `score_stream`. first_tokens:
+    look at so many ids only. The rest are names for the report; data: a fingerprint (None: one of the ids).
     Raises: UserError for bad settings or ids that the model cannot predict.
     """
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     _check_tokenizer(tokenizer, ids := np.asarray(ids)[:first_tokens])
+    run = depth_keywords(model, depth, halt_threshold, exit)
     stream = np.concatenate([[tokenizer.end_of_text], ids]).astype(np.int64)
     nats, steps, positions = score_stream(
         model,
@@ -83,12 +86,14 @@ def evaluate_ids(
         batch_size=batch_size,
         depth=depth,
         halt_threshold=halt_threshold,
+        exit=exit,
+        cache_policy=cache_policy,
         progress=progress,
     )
     bytes_per_token = tokenizer.token_bytes[stream[1:]]
     text = bytes_per_token > 0
     parameter = next(model.parameters())
-    rule, threshold = halting_rule(model, depth, halt_threshold)
+    rule, threshold = halting_rule(model, **run)
     return LossReport(
         total_nats=float(nats[text].sum()),
         tokens=int(text.sum()),
@@ -98,10 +103,12 @@ def evaluate_ids(
         window=window,
         stride=stride,
         batch_size=batch_size,
-        depth=depth,
-        schedule=tuple(application.name for application in model.schedule(depth)),
+        depth=run["depth"],
+        schedule=tuple(application.name for application in model.schedule(run["depth"])),
         halting=rule,
         halt_threshold=threshold,
+        exit=exit,
+        cache_policy=cache_policy,
         steps=None if steps is None else StepCounts.of(steps[text], positions[text]),
         first_tokens=first_tokens,
         precision=_precision(parameter),

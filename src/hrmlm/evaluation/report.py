@@ -28,9 +28,11 @@ class LossReport:
     The other fields are the settings that reproduce the numbers: `data` and `tokenizer` are fingerprints, `depth` is
     None for the trained schedule, and `schedule` lists the block applications that were run for each window.
 
-    Of models that decide their depth: `steps` counts the outer steps of the positions that predicted these tokens,
-    `halting` is the rule that decided them and `halt_threshold` its threshold (see `hrmlm.steps.halting_rule`), and
-    `schedule` lists what runs at most. first_tokens: how many tokens of the text were looked at (None: all).
+    Of models that decide their depth, or are told to by an exit policy: `steps` counts the outer steps of the positions
+    that predicted these tokens, `halting` is the rule that decided them and `halt_threshold` its threshold (see
+    `hrmlm.steps.halting_rule`), and `schedule` lists what runs at most. exit: the exit policy asked for; cache_policy:
+    of the cache through which the text was read (None: without one). first_tokens: how many tokens of the text were
+    looked at (None: all).
     """
 
     total_nats: float
@@ -53,6 +55,8 @@ class LossReport:
     rule: str = ""
     halting: str | None = None
     halt_threshold: float | None = None
+    exit: str | None = None
+    cache_policy: str | None = None
     steps: StepCounts | None = None
     first_tokens: int | None = None
     hrmlm_version: str = ""
@@ -115,6 +119,8 @@ class LossReport:
             "schedule": list(self.schedule),
             "halting": self.halting,
             "halt_threshold": self.halt_threshold,
+            "exit": self.exit,
+            "cache_policy": self.cache_policy,
             "first_tokens": self.first_tokens,
             "precision": self.precision,
             "device": self.device,

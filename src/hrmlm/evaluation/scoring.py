@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from hrmlm.errors import UserError
 from hrmlm.evaluation.windows import Window, check_window, plan_windows
-from hrmlm.models.base import LanguageModel, evaluating
-from hrmlm.steps import check_depth
+from hrmlm.models.base import LanguageModel, ModelOutput, evaluating
+from hrmlm.models.cache_policy import CachePolicy, parse_cache_policy
+from hrmlm.steps import depth_keywords
 
 Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
 
@@ -68,6 +69,8 @@ def score_stream(
     batch_size: int = 8,
     depth: int | None = None,
     halt_threshold: float | None = None,
+    exit: str | None = None,
+    cache_policy: str | None = None,
     pad_id: int = 0,
     progress: bool = False,
 ) -> StreamScore:
@@ -76,13 +79,18 @@ def score_stream(
     ids: N token ids, one dimension; a memory map is read piece by piece. window: tokens the model reads at once
     (default: its context). stride: tokens between the starts of windows (default: the window, so disjoint blocks).
     depth: cycles or steps to run instead of the trained number. halt_threshold: sum of halting probabilities at which
-    a position stops, instead of the trained one. pad_id fills the end of short windows, which a causal model cannot
+    a position stops, instead of the trained one. exit: a policy by which positions stop, such as "change:0.1".
+    cache_policy: read each window through a cache of this policy, which changes the result of all but "full" (None:
+    no cache). pad_id fills the end of short windows, which a causal model cannot
     see; the result depends neither on it nor on batch_size (to float32 rounding).
 
-    Raises: UserError for a window or stride out of range, an impossible depth or threshold, or an id that the model
-    cannot predict.
+    Raises: UserError for a window or stride out of range, an impossible depth, threshold or policy, or an id that the
+    model cannot predict.
     """
-    check_depth(model, depth, halt_threshold)
+    run = depth_keywords(model, depth, halt_threshold, exit)
+    policy = None if cache_policy is None else parse_cache_policy(cache_policy)
+    if policy is not None:
+        model.check_cache_policy(policy, run["depth"], run["exit"])
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
@@ -96,7 +104,7 @@ def score_stream(
         while batch := list(islice(windows, check_batch_size(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
             counts = [item.end + 1 - item.first for item in batch]
-            scores = _score_rows(model, rows, counts, pad_id, depth, halt_threshold)
+            scores = _score_rows(model, rows, counts, pad_id, run, policy)
             for item, score in zip(batch, scores, strict=True):
                 place = slice(item.first - 1, item.end)
                 nats[place] = score.nats
@@ -116,6 +124,7 @@ def score_documents(
     batch_size: int = 8,
     depth: int | None = None,
     halt_threshold: float | None = None,
+    exit: str | None = None,
     pad_id: int = 0,
     progress: bool = False,
 ) -> list[DocumentScore]:
@@ -126,7 +135,7 @@ def score_documents(
 
     Returns: one total per document, in the order given; (0.0, 0) for documents of fewer than two tokens.
     """
-    check_depth(model, depth, halt_threshold)
+    run = depth_keywords(model, depth, halt_threshold, exit)
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
     check_window(window, stride, model.config.context)
@@ -141,7 +150,7 @@ def score_documents(
         for batch in _batches(work, check_batch_size(batch_size)):
             rows = [np.asarray(arrays[index][item.start : item.end + 1], dtype=np.int64) for index, item in batch]
             scored = [item.end + 1 - item.first for _, item in batch]
-            scores = _score_rows(model, rows, scored, pad_id, depth, halt_threshold)
+            scores = _score_rows(model, rows, scored, pad_id, run)
             for (index, _), score in zip(batch, scores, strict=True):
                 nats[index] += float(score.nats.sum())
                 counts[index] += len(score.nats)
@@ -156,10 +165,10 @@ def _score_rows(
     rows: Sequence[NDArray[np.int64]],
     scored: Sequence[int],
     pad_id: int,
-    depth: int | None,
-    halt_threshold: float | None,
+    run: dict[str, Any],
+    policy: CachePolicy | None = None,
 ) -> list[_RowScore]:
-    """Scores of the last scored[i] tokens of row i, from one call of the model.
+    """Scores of the last scored[i] tokens of row i, from one call of the model (or one per position, by the policy).
 
     A row is the window's inputs followed by the one token that only its last input predicts.
     """
@@ -168,13 +177,10 @@ def _score_rows(
     tokens_BL, lengths_B = padded_rows([row[:-1] for row in rows], pad_id, device)
     last_only = max(scored) == 1  # stride 1: the head reads one position per row instead of a whole window
     read_B = torch.tensor(lengths, device=device) - 1 if last_only else None
-    output = model(
-        tokens_BL,
-        lengths_B=lengths_B,
-        read_B=read_B,
-        depth=depth,
-        halt_threshold=halt_threshold,
-    )
+    if policy is None:
+        output = model(tokens_BL, lengths_B=lengths_B, read_B=read_B, **run)
+    else:
+        output = _through_cache(model, tokens_BL, lengths_B, read_B, run, policy)
     nats = []
     for i, (row, count) in enumerate(zip(rows, scored, strict=True)):  # row by row: one copy of L x V, not of B x L x V
         positions = slice(None) if last_only else slice(lengths[i] - count, lengths[i])
@@ -188,6 +194,28 @@ def _score_rows(
         _RowScore(row_nats, steps_BL[i, lengths[i] - count : lengths[i]])
         for i, (row_nats, count) in enumerate(zip(nats_by_row, scored, strict=True))
     ]
+
+
+def _through_cache(
+    model: LanguageModel,
+    tokens_BL: torch.Tensor,
+    lengths_B: torch.Tensor,
+    read_B: torch.Tensor | None,
+    run: dict[str, Any],
+    policy: CachePolicy,
+) -> ModelOutput:
+    """What the model makes of padded rows that are fed to an empty cache: at once, or one by one where it must be."""
+    B, L = tokens_BL.shape
+    cache = model.new_cache(B, L, depth=run["depth"], policy=policy)
+    if not policy.is_sequential:
+        return model(tokens_BL, cache=cache, lengths_B=lengths_B, read_B=read_B, **run)
+    # The padding of short rows is fed as well: it stands behind them, and what it writes is never read.
+    outputs = [model(tokens_B1, cache=cache, **run) for tokens_B1 in tokens_BL.split(1, dim=1)]
+    logits_BLV = torch.cat([output.logits for output in outputs], dim=1)
+    if read_B is not None:
+        logits_BLV = logits_BLV[torch.arange(B, device=read_B.device), read_B][:, None]
+    steps = [output.steps_BL for output in outputs if output.steps_BL is not None]
+    return ModelOutput(logits_BLV, steps_BL=torch.cat(steps, dim=1) if steps else None)
 
 
 def padded_rows(

@@ -15,6 +15,7 @@ from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel
 from hrmlm.models.blocks import ForwardCall, States
 from hrmlm.models.cache import KVCache
+from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.halting import ExitRule
 
 
@@ -140,10 +141,12 @@ class Cached(Decoder):
         *,
         max_length: int,
         prefill_chunk: int,
+        policy: CachePolicy = FULL,
     ) -> None:
         super().__init__(runner, prompts, sampler, depth)
-        self.cache = self.model.new_cache(len(prompts), max_length, depth=depth.depth)
-        self.prefill_chunk = prefill_chunk
+        self.model.check_cache_policy(policy, depth.depth, depth.exit)
+        self.cache = self.model.new_cache(len(prompts), max_length, depth=depth.depth, policy=policy)
+        self.prefill_chunk = 1 if policy.is_sequential else prefill_chunk
         self.prefilled = False
 
     def next(self, numbers: Sequence[int], room: Sequence[int]) -> list[list[Drawn]]:

@@ -22,6 +22,7 @@ from hrmlm.inference.decoding import Cached, Depth, Drawn, Runner, logprobs
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel
 from hrmlm.models.blocks import ForwardCall
+from hrmlm.models.cache_policy import FULL, CachePolicy
 
 MOST_TOKENS = 12
 PROBED = 32
@@ -68,11 +69,13 @@ class Drafting(Cached):
         depth: Depth,
         *,
         draft: DraftOptions,
-        max_length: int,
-        prefill_chunk: int,
+        policy: CachePolicy = FULL,
+        **room: int,
     ) -> None:
         check_drafting(runner.model, draft, depth)
-        super().__init__(runner, prompts, sampler, depth, max_length=max_length, prefill_chunk=prefill_chunk)
+        if policy.is_sequential:
+            raise UserError(f"cache policy {policy.name} cannot draft: tokens are verified together, not one at a time")
+        super().__init__(runner, prompts, sampler, depth, policy=policy, **room)
         self.planner = Planner(self.total, draft, reading_shares(self.model, self.depth.depth))
 
     def next(self, numbers: Sequence[int], room: Sequence[int]) -> list[list[Drawn]]:

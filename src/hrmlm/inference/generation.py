@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,11 +14,12 @@ from hrmlm.inference.drafting import Drafting, DraftOptions
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel, evaluating
-from hrmlm.steps import check_depth
+from hrmlm.models.cache_policy import parse_cache_policy
+from hrmlm.steps import depth_keywords
 
 Prompt = str | bytes | Sequence[int]
 Options = GenerationOptions | Sequence[GenerationOptions] | None
-SHARED = ("cache", "prefill_chunk", "depth", "halt_threshold", "draft", "draft_tokens")
+SHARED = ("cache", "cache_policy", "prefill_chunk", "depth", "halt_threshold", "exit", "draft", "draft_tokens")
 """Options that are the same for all rows of a batch."""
 
 
@@ -38,8 +40,7 @@ class Engine:
         rows_options = _options_per_row(options, len(prompts))
         _check_vocabulary(model, tokenizer)
         shared = rows_options[0] if rows_options else GenerationOptions()
-        check_depth(model, shared.depth, shared.halt_threshold)
-        self._depth = Depth(shared.depth, shared.halt_threshold)
+        self._depth = Depth(**depth_keywords(model, shared.depth, shared.halt_threshold, shared.exit))
         context = model.config.context
         self._model, self._runner = model, runner or Runner(model)
         self._rows = [
@@ -60,7 +61,8 @@ class Engine:
                 raise UserError("drafting needs the cache: it goes on from states whose keys and values are kept there")
             return Recomputing(self._runner, prompts, sampler, depth)
         longest = max(len(row.fed_ids) + row.limit - 1 for row in self._active)
-        room: dict[str, int] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk}
+        policy = parse_cache_policy(shared.cache_policy)
+        room: dict[str, Any] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk, "policy": policy}
         if shared.draft is None:
             return Cached(self._runner, prompts, sampler, depth, **room)
         draft = DraftOptions(None if shared.draft == "auto" else shared.draft, shared.draft_tokens)

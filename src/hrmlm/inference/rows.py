@@ -11,6 +11,8 @@ from hrmlm.data.tokenizer import TextStream, Tokenizer
 from hrmlm.inference.decoding import Drawn
 from hrmlm.inference.sampling import SamplingOptions
 from hrmlm.inference.stops import StopFilter
+from hrmlm.models.cache_policy import parse_cache_policy
+from hrmlm.models.exit_policy import parse_exit
 
 FinishReason = Literal["stop", "end", "length"]
 
@@ -34,11 +36,33 @@ class GenerationOptions(SamplingOptions):
     """Cycles, steps or layers to run; None: as trained."""
     halt_threshold: float | None = None
     """Sum of halting probabilities at which a position stops, of models that learn their depth; None: as trained."""
+    exit: str | None = None
+    """When a position stops: cycles:N, change:X, kl:X or halt:X (see hrmlm.models.exit_policy); None: as trained."""
+    cache_policy: str = "full"
+    """Which cycles keep keys and values: full (exact), first, last or every:K (see hrmlm.models.cache_policy)."""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop(cls, stop: Any) -> Any:
         return (stop,) if isinstance(stop, str) else stop
+
+    @field_validator("exit")
+    @classmethod
+    def _known_exit(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_exit(text)
+        return text
+
+    @field_validator("cache_policy")
+    @classmethod
+    def _known_cache_policy(cls, text: str) -> str:
+        return parse_cache_policy(text).name
+
+    @model_validator(mode="after")
+    def _check_cache_policy(self) -> "GenerationOptions":
+        if not self.cache and self.cache_policy != "full":
+            raise ValueError(f"cache_policy {self.cache_policy} without effect: there is no cache")
+        return self
 
     @model_validator(mode="after")
     def _check_draft(self) -> "GenerationOptions":

@@ -30,6 +30,7 @@ from hrmlm.models.blocks import (
     prepare_call,
 )
 from hrmlm.models.cache import KVCache
+from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.early_readout import divergence, join_windows
 from hrmlm.models.halting import ExitRule, run_adaptive
 
@@ -244,6 +245,11 @@ class LanguageModel(nn.Module, ABC):
         return state_BLD
 
     @property
+    def finishes(self) -> bool:
+        """Whether anything but the head runs after the last cycle."""
+        return type(self).finish is not LanguageModel.finish
+
+    @property
     def cycle_slots(self) -> tuple[int, int] | None:
         """First key/value slot of the first cycle, and slots per cycle; None where cycles do not share their weights.
 
@@ -370,6 +376,8 @@ class LanguageModel(nn.Module, ABC):
             self.check_threshold(halt_threshold, depth)
         if exit is not None:
             self.check_exit(depth, halt_threshold)
+        if cache is not None:
+            self.check_cache_policy(cache.policy, depth, exit)
         call = self.prepare(tokens_BL, cache=cache, lengths_B=lengths_B, depth=depth)
         call.stats = [] if stats else None
         call.halt_threshold, call.exit = halt_threshold, exit
@@ -404,6 +412,18 @@ class LanguageModel(nn.Module, ABC):
             raise UserError("an exit rule, depth and halt_threshold exclude each other; give one of them")
         if self.cycle_slots is None:
             raise UserError("an exit rule needs cycles that share their weights; give this model a depth instead")
+
+    def check_cache_policy(self, policy: CachePolicy, depth: int | None = None, exit: ExitRule | None = None) -> None:
+        """Raises: UserError if this model cannot decode with such a cache."""
+        if policy.is_exact:
+            return
+        if self.cycle_slots is None:
+            raise UserError(f"cache policy {policy.name} needs cycles that share their weights; this model needs full")
+        if exit is not None or (self.learns_depth and depth is None):
+            raise UserError(
+                f"cache policy {policy.name} needs all positions at the same depth: of a position that stops earlier "
+                "the stored cycles would be missing; give a depth, or the policy full"
+            )
 
     def prepare(
         self,
@@ -451,6 +471,11 @@ class LanguageModel(nn.Module, ABC):
         if cache.n_slots < needed:
             raise UserError(
                 f"the cache has {cache.n_slots} slots and this depth needs {needed}; make one for the depth"
+            )
+        if cache.policy.is_sequential and shape[1] > 1:
+            raise UserError(
+                f"cache policy {cache.policy.name} needs tokens one at a time and {shape[1]} came: earlier positions "
+                "must have run all their cycles"
             )
         if len(cache.lengths_B) != shape[0]:
             raise UserError(f"the cache holds {len(cache.lengths_B)} rows and {shape[0]} rows of tokens came")
@@ -510,12 +535,20 @@ class LanguageModel(nn.Module, ABC):
         return rng.randint(0, self.config.exit_every - 1)
 
     def new_cache(
-        self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        depth: int | None = None,
+        dtype: torch.dtype | None = None,
+        policy: CachePolicy = FULL,
     ) -> KVCache:
         """An empty cache for `batch_size` rows of up to `max_length` positions, one slot per application.
 
-        dtype: of keys and values (None: as the weights).
+        dtype: of keys and values (None: as the weights). policy: which cycles keep theirs; only `full` is exact.
+
+        Raises: UserError for a policy that this model cannot follow.
         """
+        self.check_cache_policy(policy, depth)
         weight = self.embedding.weight
         attention = next(m for m in self.modules() if isinstance(m, Attention))
         return KVCache(
@@ -526,4 +559,6 @@ class LanguageModel(nn.Module, ABC):
             attention.head_dim,
             dtype or weight.dtype,
             weight.device,
+            policy,
+            self.cycle_slots,
         )

@@ -1,4 +1,4 @@
-"""The key/value cache: preallocated, one slot per application of the schedule.
+"""The key/value cache: preallocated, one slot per application of the schedule; policies let slots share their tensors.
 
 Shapes: B rows, H key/value heads, P positions, L new positions, K head size.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hrmlm.errors import UserError
+from hrmlm.models.cache_policy import FULL, CachePolicy
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,28 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        policy: CachePolicy = FULL,
+        cycle_slots: tuple[int, int] | None = None,
     ) -> None:
+        """policy: which slots keep their own keys and values; cycle_slots: see LanguageModel.cycle_slots."""
+        self.policy = policy
+        self.layout = policy.layout(n_slots, cycle_slots)
+
         # Zeros, not empty memory: a masked value is multiplied by weight 0, and 0 · NaN would be NaN. One tensor per
-        # slot: a compiled step that writes to a slot of a larger tensor would copy all of it.
-        def slots() -> list[Tensor]:
+        # set: a compiled step that writes to a part of a larger tensor would copy all of it.
+        def stored() -> list[Tensor]:
             shape = (batch_size, n_kv_heads, max_length, head_dim)
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_slots)]
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.layout.n_stored)]
 
         self.max_length = max_length
-        self.keys: list[Tensor] = slots()
-        self.values: list[Tensor] = slots()
+        self.keys: list[Tensor] = stored()
+        self.values: list[Tensor] = stored()
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long)  # on the CPU: it steers Python code
 
     @property
     def n_slots(self) -> int:
         """Number of applications it has room for."""
-        return len(self.keys)
+        return len(self.layout.storage)
 
     @property
     def bytes(self) -> int:
@@ -85,8 +92,14 @@ class KVCache:
         return self.lengths_B[:, None] + torch.arange(n_new)
 
     def append(self, slot: int, place: Placement, k_BHLK: Tensor, v_BHLK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return all stored ones up to the last new position, (B, H, P, K) each."""
-        keys_BHPK, values_BHPK = self.keys[slot], self.values[slot]
+        """Store new keys and values, or not, by the policy; return what the slot reads, up to the last new position,
+        (B, H, P, K) each."""
+        stored = self.layout.storage[slot]
+        keys_BHPK, values_BHPK = self.keys[stored], self.values[stored]
+        if not self.layout.writes[slot]:  # an earlier cycle of this call has stored what this one reads
+            if place.rows_B1 is not None and len(place.rows_B1) < len(keys_BHPK):
+                keys_BHPK, values_BHPK = keys_BHPK[place.rows_B1[:, 0]], values_BHPK[place.rows_B1[:, 0]]
+            return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
         k_BHLK, v_BHLK = k_BHLK.to(keys_BHPK.dtype), v_BHLK.to(values_BHPK.dtype)
         if place.index_L is not None:
             keys_BHPK.index_copy_(2, place.index_L, k_BHLK)
@@ -105,10 +118,14 @@ class KVCache:
         """Copy keys and values of each position's last executed step to the slots of the steps it did not execute.
 
         Step s (from 1) owns the slots first_slot + (s − 1)·stride to first_slot + s·stride − 1, up to the last slot.
+        Only where every slot keeps its own: with other policies positions do not stop early.
         """
+        if not self.policy.is_exact:
+            return
         for row, (positions, steps) in enumerate(zip(positions_BL.tolist(), steps_BL.tolist(), strict=True)):
             for done in set(steps):
-                places = [position for position, step in zip(positions, steps, strict=True) if step == done]
+                stopped = [position for position, step in zip(positions, steps, strict=True) if step == done]
+                places = stopped[0] if len(stopped) == 1 else stopped  # one position is a view, without index tensors
                 source = first_slot + (done - 1) * stride
                 for slot in range(source + stride, self.n_slots):
                     kept = source + (slot - source) % stride
@@ -124,6 +141,6 @@ class KVCache:
         rows = torch.as_tensor(rows, dtype=torch.long)
         on_device = rows.to(self.keys[0].device)
         for tensors in (self.keys, self.values):
-            for slot, tensor in enumerate(tensors):  # one by one: never two copies of the whole cache
-                tensors[slot] = tensor[on_device]
+            for stored, tensor in enumerate(tensors):  # one by one: never two copies of the whole cache
+                tensors[stored] = tensor[on_device]
         self.lengths_B = self.lengths_B[rows]

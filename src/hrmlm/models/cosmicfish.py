@@ -24,6 +24,7 @@ from hrmlm.models.adaptive import AdaptiveModel
 from hrmlm.models.base import INIT_STD, ModelConfig, Positive
 from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP, States
 from hrmlm.models.cache import KVCache
+from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 
@@ -218,13 +219,26 @@ class CosmicFish(AdaptiveModel):
         self.check_training()
         return super().losses(batch, rng)
 
+    def check_exit(self, depth: int | None = None, halt_threshold: float | None = None) -> None:
+        """See LanguageModel.check_exit. Raises: UserError with halting "sequence"."""
+        super().check_exit(depth, halt_threshold)
+        if self.config.halting == "sequence":
+            raise UserError(
+                "halting 'sequence' stops whole texts, so no exit rule can stop single positions; give a depth"
+            )
+
     def new_cache(
-        self, batch_size: int, max_length: int, depth: int | None = None, dtype: torch.dtype | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        depth: int | None = None,
+        dtype: torch.dtype | None = None,
+        policy: CachePolicy = FULL,
     ) -> KVCache:
         """See LanguageModel.new_cache. Raises: UserError with halting "sequence"."""
         if self.config.halting == "sequence":
             raise UserError("halting 'sequence' looks at the whole text and cannot be cached; generate with --no-cache")
-        return super().new_cache(batch_size, max_length, depth, dtype)
+        return super().new_cache(batch_size, max_length, depth, dtype, policy)
 
 
 def _mean(x_BLD: Tensor, lengths_B: Tensor | None) -> Tensor:

@@ -129,8 +129,8 @@ class ExitRule(Protocol):
     def threshold(self) -> float:
         """A position stops once its probabilities sum to this."""
 
-    def __call__(self, before_BLD: Tensor, after_BLD: Tensor) -> Tensor:
-        """Probability to stop now, (B, L), from the states that would be read out before and after the outer step."""
+    def __call__(self, before: Tensor, after: Tensor) -> Tensor:
+        """Probability to stop now, (…), from the states (…, D) that would be read out before and after the step."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class LearnedHalting:
     head: HaltingHead
     threshold: float
 
-    def __call__(self, before_BLD: Tensor, after_BLD: Tensor) -> Tensor:
+    def __call__(self, before: Tensor, after: Tensor) -> Tensor:
         """See ExitRule."""
-        return self.head(after_BLD)
+        return self.head(after)
 
 
 class Stepwise(Protocol):
@@ -181,7 +181,7 @@ def run_adaptive(
             states = tuple(torch.where(running_BL1, after, before) for after, before in zip(new, states, strict=True))
         before_BLD, state_BLD = state_BLD, model.read(states)
         share = _share(index + 1, call)
-        p_BL = rule(before_BLD, state_BLD)
+        p_BL = _probabilities(rule, before_BLD, state_BLD, halting.running_BL if decoding else None)
         halting = halting.advance(state_BLD, p_BL, rule.threshold, share, index + 1 == last)
         if not halting.running_BL.any():
             break
@@ -204,6 +204,15 @@ def _share(step: int, call: ForwardCall) -> float:
     if call.depth is not None:
         return float(step == call.depth)
     return 1.0 if step >= call.minimum_steps else 0.5 / (call.minimum_steps - 1)
+
+
+def _probabilities(rule: ExitRule, before_BLD: Tensor, after_BLD: Tensor, running_BL: Tensor | None) -> Tensor:
+    """The rule's probabilities (B, L), 0 where nothing runs any more (None: all run)."""
+    if running_BL is None or running_BL.all():
+        return rule(before_BLD, after_BLD)
+    p_BL = torch.zeros_like(running_BL, dtype=torch.float32)
+    p_BL[running_BL] = rule(before_BLD[running_BL], after_BLD[running_BL]).to(p_BL.dtype)
+    return p_BL
 
 
 def _cycle_rows(model: Stepwise, index: int, states: States, call: ForwardCall, running_B: Tensor) -> States:
