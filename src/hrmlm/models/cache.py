@@ -96,23 +96,22 @@ class KVCache:
         (B, H, P, K) each."""
         stored = self.layout.storage[slot]
         keys_BHPK, values_BHPK = self.keys[stored], self.values[stored]
-        if not self.layout.writes[slot]:  # an earlier cycle of this call has stored what this one reads
-            if place.rows_B1 is not None and len(place.rows_B1) < len(keys_BHPK):
-                keys_BHPK, values_BHPK = keys_BHPK[place.rows_B1[:, 0]], values_BHPK[place.rows_B1[:, 0]]
-            return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
-        k_BHLK, v_BHLK = k_BHLK.to(keys_BHPK.dtype), v_BHLK.to(values_BHPK.dtype)
-        if place.index_L is not None:
-            keys_BHPK.index_copy_(2, place.index_L, k_BHLK)
-            values_BHPK.index_copy_(2, place.index_L, v_BHLK)
-            return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
-        assert place.rows_B1 is not None
-        where = (place.rows_B1, slice(None), place.index_BL)
-        keys_BHPK[where] = k_BHLK.transpose(1, 2)
-        values_BHPK[where] = v_BHLK.transpose(1, 2)
-        if len(place.rows_B1) < len(keys_BHPK):  # some rows only
+        if self.layout.writes[slot]:  # else an earlier cycle of this call has stored what this one reads
+            self._store(keys_BHPK, place, k_BHLK)
+            self._store(values_BHPK, place, v_BHLK)
+        if place.rows_B1 is not None and len(place.rows_B1) < len(keys_BHPK):  # some rows only
             rows_B = place.rows_B1[:, 0]
             return keys_BHPK[rows_B, :, : place.end], values_BHPK[rows_B, :, : place.end]
         return keys_BHPK[:, :, : place.end], values_BHPK[:, :, : place.end]
+
+    @staticmethod
+    def _store(stored_BHPK: Tensor, place: Placement, new_BHLK: Tensor) -> None:
+        new_BHLK = new_BHLK.to(stored_BHPK.dtype)
+        if place.index_L is not None:
+            stored_BHPK.index_copy_(2, place.index_L, new_BHLK)
+        else:
+            assert place.rows_B1 is not None
+            stored_BHPK[place.rows_B1, :, place.index_BL] = new_BHLK.transpose(1, 2)
 
     def carry(self, positions_BL: Tensor, first_slot: int, stride: int, steps_BL: Tensor) -> None:
         """Copy keys and values of each position's last executed step to the slots of the steps it did not execute.
