@@ -159,18 +159,17 @@ def _point(model: LanguageModel, evaluate: Callable[..., LossReport], run: Run) 
     if not total:
         raise UserError("there is no text to score: loss and steps are undefined")
     steps = sum(number * count for number, count in executed.items()) / total
-    calls = sum(_applications(model, number) * count for number, count in executed.items()) / total
+    calls = sum(_applications(model, run.depth, number) * count for number, count in executed.items()) / total
     return DepthPoint(report, run.depth, run.halt_threshold, run.exit, steps, calls)
 
 
-def _applications(model: LanguageModel, cycles: int) -> int:
-    """Block calls of a token that ran so many cycles, over all passes."""
-    if model.n_passes == 1:
-        return len(model.schedule(cycles))
-    assert model.cycle_slots is not None
+def _applications(model: LanguageModel, depth: int | None, cycles: int) -> int:
+    """Block calls of a token that ran so many cycles, over all passes; depth: as asked for."""
+    schedule = model.schedule(depth)
+    if depth is not None or model.cycle_slots is None:
+        return len(schedule)
     first, stride = model.cycle_slots
-    whole = model.schedule(-(-cycles // model.n_passes))
-    return sum(application.slot < first + cycles * stride for application in whole)
+    return sum(application.slot < first + cycles * stride for application in schedule)
 
 
 def _executed(model: LanguageModel, report: LossReport) -> dict[int, int]:
