@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
     output = capsys.readouterr().out
     assert "threshold 0.9" in output
     assert "accepted" in output
-    fixed = answer(capsys, "probe", "depth", place / "fixed", *data)
+    fixed = answer(capsys, "probe", "depth", place / "fixed", *data, "--exits", "", "--seconds", 0)
     assert [point["mean_steps"] for point in fixed["points"]] == [4, *range(1, 9)]
     assert fixed["points"][0]["agreement"] is None
     assert fixed["points"][4]["agreement"] == {"positions": 60, "greedy": 1.0, "acceptance": pytest.approx(1.0)}
@@ -187,3 +188,97 @@ def test_json_of_a_probe_is_json_on_a_terminal_without_umlauts(place: Path, tmp_
         check=True,
     )
     assert json.loads(done.stdout)["data_path"] == str(text)
+
+
+def test_exit_policies(place: Path, capsys: Capture) -> None:
+    data = ("--data", place / "text.txt")
+    full = answer(capsys, "evaluate", place / "fixed", *data)
+    early = answer(capsys, "evaluate", place / "fixed", *data, "--exit", "change:0.6")
+    assert (full["exit"], early["exit"], early["halting"]) == (None, "change:0.6", "change")
+    assert 1 <= early["steps"]["mean"] < 4
+    generation = ("generate", place / "fixed", "--prompt", "hello", "--max-new-tokens", 6, "--temperature", 0)
+    (row,) = answer(capsys, *generation, "--exit", "kl:1e9")
+    assert row["steps"] == [1] * 6
+    assert call(*generation, "--exit", "kl:1e9", "--show-depth") == 0
+    assert "steps: 1 1 1 1 1 1 (mean 1.00 over 6 tokens)" in capsys.readouterr().out
+    assert call(*generation, "--exit", "cycles:6") == 0
+    assert "warning: depth 6 is beyond the 4" in capsys.readouterr().err
+    for command in (("evaluate", place / "fixed", *data), generation):
+        assert "exclude each other" in refused(capsys, *command, "--exit", "kl:1", "--depth", 2)
+        assert "such as change:0.1" in refused(capsys, *command, "--exit", "change")
+    probe = ("probe", "depth", place / "fixed", *data, "--tokens", 30, "--depths", "", "--seconds", 0)
+    assert "unknown exit policy 'x'" in refused(capsys, *probe, "--exits", "change:1,x")
+    names = [point["name"] for point in answer(capsys, *probe, "--exit", "change:1,kl:0.5")["points"]]
+    assert names == ["as trained", "change:1", "kl:0.5"]
+
+
+def test_probe_depth_measures_speed(place: Path, capsys: Capture) -> None:
+    settings = (
+        "probe",
+        "depth",
+        place / "fixed",
+        "--data",
+        place / "text.txt",
+        "--tokens",
+        30,
+        "--exits",
+        "change:0.1",
+    )
+    points = answer(capsys, *settings, "--depths", "1", "--seconds", 0.01)["points"]
+    assert len(points) == 3
+    assert all(point["speed"]["tokens_per_second"] > 0 for point in points)
+    assert points[2]["speed"]["cycles"] == 1
+    points = answer(capsys, *settings, "--depths", "1", "--seconds", 0)["points"]
+    assert [point["speed"] for point in points] == [None] * 3
+    whole = ("probe", "depth", place / "whole", *settings[3:7], "--depths", "1", "--seconds", 0.01)
+    assert [point["speed"] for point in answer(capsys, *whole)["points"]] == [None] * 2, "it has no cache"
+
+
+@pytest.mark.parametrize(
+    ("depths", "told"),
+    [
+        ("5..1", "--depths 5..1: a range goes from the smaller number to the larger one"),
+        ("1..100000000000", "more than 1000 numbers"),
+        (f"1..{10**30}", "more than 1000 numbers"),
+        ("1..600,1..600", "more than 1000 numbers"),
+    ],
+)
+def test_ranges_that_make_no_sense(place: Path, capsys: Capture, depths: str, told: str) -> None:
+    settings = ("probe", "depth", place / "fixed", "--data", place / "text.txt", "--depths", depths)
+    assert told in refused(capsys, *settings)
+
+
+@pytest.mark.parametrize("command", ["depth", "cache"])
+def test_out_is_refused_before_the_work(
+    place: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("hrmlm.checkpoint.load_model", lambda source: pytest.fail("worked"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        settings = ("probe", command, place / "fixed", "--data", place / "text.txt", "--out", out)
+        assert f"{tmp_path / 'file'} is a file; give a directory" in refused(capsys, *settings)
+    monkeypatch.setattr("hrmlm.evaluation.picture.os", SimpleNamespace(access=lambda *asked: False, W_OK=2, X_OK=1))
+    assert "may not be written to" in refused(capsys, *settings[:-1], tmp_path / "new" / "er")
+
+
+def test_cache_policies(place: Path, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    generation = ("generate", place / "fixed", "--prompt", "hello", "--max-new-tokens", 9, "--temperature", 0)
+    rows = {
+        name: answer(capsys, *generation, "--cache-policy", name)[0] for name in ("full", "first", "last", "every:2")
+    }
+    assert rows["full"]["ids"] == answer(capsys, *generation)[0]["ids"]
+    assert len({tuple(row["logprobs"]) for row in rows.values()}) == 4
+    assert "without effect" in refused(capsys, *generation, "--cache-policy", "first", "--no-cache")
+    assert "did you mean 'first'" in refused(capsys, *generation, "--cache-policy", "firs")
+    probe = ("--data", place / "text.txt", "--tokens", 60, "--window", 16, "--seconds", 0.01)
+    result = answer(capsys, "probe", "cache", place / "fixed", *probe, "--out", tmp_path / "out")
+    assert [point["policy"] for point in result["points"]] == ["full", "every:2", "first", "last"]
+    assert json.loads((tmp_path / "out" / "cache.json").read_text()) == result
+    assert (tmp_path / "out" / "cache.png").stat().st_size > 1000
+    assert call("probe", "cache", place / "fixed", *probe, "--policies", "first", "--depth", 3) == 0
+    assert "full (exact)" in capsys.readouterr().out
+    deep = answer(capsys, "probe", "cache", place / "fish", *probe, "--depth", 2)
+    assert [point["policy"] for point in deep["points"]] == ["full", "first", "last"]
+    assert "give a depth" in refused(capsys, "probe", "cache", place / "fish", *probe, "--policies", "first")

@@ -206,15 +206,15 @@ def _numbers(text: str | None, kind: type, option: str) -> Any:
     try:
         for part in filter(None, text.split(",")):
             first, dots, last = part.partition("..")
-            new = range(int(first), int(last) + 1) if dots and kind is int else [kind(part)]
-            if not new:
+            low, high = (int(first), int(last)) if dots and kind is int else (0, 0)
+            if low > high:
                 raise UserError(f"{option} {part}: a range goes from the smaller number to the larger one")
-            if len(new) > MOST_NUMBERS - len(numbers):
+            if len(numbers) + high - low >= MOST_NUMBERS:
                 raise UserError(f"{option} {text!r} has more than {MOST_NUMBERS} numbers; ask for fewer")
-            numbers += new
+            numbers += range(low, high + 1) if dots and kind is int else [kind(part)]
     except UserError:
         raise
-    except (ValueError, OverflowError):
+    except ValueError:
         example = "1,2,4 or 1..8" if kind is int else "0.5,0.9"
         raise UserError(f"{option} {text!r} is not a list of numbers such as {example}") from None
     return numbers

@@ -19,26 +19,29 @@ def test_the_same_text_is_decoded_token_by_token_with_every_setting(monkeypatch:
     runs = [Run(), Run(depth=1), Run(exit="change:1e-9"), Run(policy=parse_cache_policy("first"))]
     speeds = decode_speeds(model, ids, runs, seconds=100)
     text = ids.tolist()
-    n_tokens, n_context = 24, 24
-    assert fed[:4] == [text[:n_context]] * 4
-    steps = [token for part in fed[4:] for token in part]
-    stretch = text[n_context : n_context + n_tokens]
-    assert steps == [*stretch[:WARM_UP] * 4, *stretch * 4 * 2]
+    context, stretch = text[:24], text[24:48]
+    expected = [context, *([token] for token in stretch[:WARM_UP])] * 4
+    assert fed == expected + [context, *([token] for token in stretch)] * 4 * 2
     assert [(s.tokens, s.context, s.rounds, s.cycles) for s in speeds] == [(24, 24, 2, c) for c in (2, 1, 2, 2)]
     assert all(s.tokens_per_second > 0 and s.spread >= 0 for s in speeds)
 
 
 def test_speed_is_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([1.0, *[3.0, 1.0, 2.0]])
+    seconds = iter([1.0, 3.0, 1.0, 2.0, 7.0, 1.5])
 
     class Clocked(speed.Stretch):
-        def decode(self, n_tokens: int) -> tuple[float, float]:
-            return next(seconds), 2.0
+        def decode(self, run: Run, n_tokens: int) -> tuple[float, float, float]:
+            return 0.5, next(seconds), 2.0
 
     monkeypatch.setattr(speed, "Stretch", Clocked)
-    (found,) = decode_speeds(lively_model("hrm_lm"), random_ids(50), [Run()], seconds=3 * 10 / 4)
-    assert found.tokens == 10, "as many as fit into the seconds"
-    assert (found.tokens_per_second, found.spread, found.rounds) == (10 / 2.0, 1.0, ROUNDS)
+    (found,) = decode_speeds(lively_model("hrm_lm"), random_ids(50), [Run()], seconds=ROUNDS * (0.5 + 10 / 4))
+    assert found.tokens == 10, "as many as fit into the seconds, beside the context"
+    assert (found.tokens_per_second, found.spread, found.rounds) == (10 / 2.0, 3.0, ROUNDS)
+
+
+def test_no_time_is_enough_for_one_token() -> None:
+    (found,) = decode_speeds(lively_model("hrm_lm"), random_ids(50), [Run()], seconds=1e-9)
+    assert found.tokens == 1
 
 
 def test_cycles_are_those_that_were_executed() -> None:

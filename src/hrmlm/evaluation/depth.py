@@ -227,7 +227,8 @@ def write(probe: DepthProbe, directory: Path) -> Path:
     _curves(both[0, 0], probe, "steps executed per token", lambda point: point.mean_steps)
     if timed:
         _curves(both[0, 1], probe, "tokens per second, one row", lambda p: p.speed.tokens_per_second if p.speed else 0)
-    both[0, 0].set(ylabel="nats per token", title="Quality and compute")
+    figure.suptitle("Quality and compute")
+    both[0, 0].set(ylabel="nats per token")
     both[0, 0].legend(frameon=False)
     figure.savefig(directory / "depth.png", dpi=150)
     plots.close(figure)
@@ -246,7 +247,7 @@ def _curves(axes: Any, probe: DepthProbe, label: str, x: Callable[[DepthPoint], 
             name, _, number = point.exit.partition(":")
             kinds.setdefault(name, []).append((point, number))
     for colour, (kind, points) in zip(COLOURS, kinds.items(), strict=False):
-        points.sort(key=lambda pair: x(pair[0]))
+        points.sort(key=lambda pair: pair[0].mean_steps)
         places = [(x(point), point.report.nats_per_token) for point, _ in points]
         axes.plot(*zip(*places, strict=True), marker="o", ms=4, lw=1, color=colour, label=kind)
         for (_, text), place in zip(points, places, strict=True):

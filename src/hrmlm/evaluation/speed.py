@@ -5,7 +5,6 @@ step included); only the token that is taken is the next one of the given text, 
 tokens. After a warm-up every setting decodes the same stretch once per round, in turn; the median of the rounds counts.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from hrmlm.errors import UserError
 from hrmlm.evaluation.scoring import Ids
 from hrmlm.evaluation.timing import Timing
 from hrmlm.inference.decoding import Cached, Depth, Runner
+from hrmlm.inference.drafting import Clock
 from hrmlm.inference.packing import packed
 from hrmlm.inference.sampling import Sampler, SamplingOptions
 from hrmlm.models.base import LanguageModel, evaluating
@@ -25,7 +25,8 @@ from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.steps import depth_keywords
 
 WARM_UP = 4
-ROUNDS = 3
+MOST_TOKENS = 64
+ROUNDS = 5
 MOST_IDS = 256
 """The beginning of a text that is looked at."""
 
@@ -71,37 +72,37 @@ class Dictated(Sampler):
         return self._ids[None, first[0] : first[0] + logits_BLV.shape[1]]
 
 
+@dataclass(frozen=True)
 class Stretch:
-    """One row of one setting, which decodes the same tokens of a text again and again."""
+    """A text whose first `n_context` tokens are read and whose next ones are decoded, again for every measurement: the
+    caches of many settings together may not fit into the memory."""
 
-    def __init__(self, model: LanguageModel, ids: Tensor, n_context: int, n_tokens: int, run: Run) -> None:
-        keywords = depth_keywords(model, run.depth, run.halt_threshold, run.exit)
-        sampler = Dictated(ids[n_context:], next(model.parameters()).device)
-        room: dict[str, Any] = {"max_length": n_context + n_tokens, "prefill_chunk": 512, "policy": run.policy}
-        self._decoder = Cached(Runner(model), [ids[:n_context].tolist()], sampler, Depth(**keywords), **room)
-        self._decoder.next([0], [n_tokens + 1])
-        self._start = self._decoder.cache.lengths_B, self._decoder.tokens_BL, self._decoder.lengths_B
+    model: LanguageModel
+    ids: Tensor
+    n_context: int
 
-    def decode(self, n_tokens: int) -> tuple[float, float]:
-        """Seconds for the first so many tokens after the context, and mean cycles spent on each."""
-        decoder = self._decoder
-        decoder.cache.lengths_B, decoder.tokens_BL, decoder.lengths_B = self._start
-        _wait(decoder.device)
-        start = time.perf_counter()
+    def decode(self, run: Run, n_tokens: int) -> tuple[float, float, float]:
+        """Seconds to read the context, seconds for so many tokens after it, and mean cycles spent on each."""
+        model = self.model
+        depth = Depth(**depth_keywords(model, run.depth, run.halt_threshold, run.exit))
+        device = next(model.parameters()).device
+        room: dict[str, Any] = {"max_length": self.n_context + n_tokens, "prefill_chunk": 512, "policy": run.policy}
+        sampler = Dictated(self.ids[self.n_context :], device)
+        clock = Clock(device)
+        decoder = Cached(Runner(model), [self.ids[: self.n_context].tolist()], sampler, depth, **room)
+        decoder.next([0], [n_tokens + 1])
+        reading = clock.lap()
         cycles = [decoder.next([number], [1 + n_tokens - number])[0][0].cycles for number in range(1, 1 + n_tokens)]
-        _wait(decoder.device)
-        return time.perf_counter() - start, sum(cycles) / n_tokens
+        return reading, clock.lap(), sum(cycles) / n_tokens
 
 
 @torch.no_grad()
-def decode_speeds(
-    model: LanguageModel, ids: Ids, runs: Sequence[Run], *, seconds: float = 30.0, most_tokens: int = 64
-) -> list[Speed | None]:
+def decode_speeds(model: LanguageModel, ids: Ids, runs: Sequence[Run], *, seconds: float = 30.0) -> list[Speed | None]:
     """Speed of every run on the beginning of a stream of ids; None where there is too little text to decode, or no
     cache to decode with.
 
-    seconds: about how long the rounds may take together: stretches are shorter where `most_tokens` tokens each take
-    longer. The context before a stretch is as long as the text and the model allow, 128 tokens at most.
+    seconds: about how long the rounds may take together; stretches are shorter where MOST_TOKENS tokens take longer,
+    down to one token. As many tokens stand before a stretch as belong to it at most.
 
     Raises: UserError for a run that this model cannot do with a cache, or seconds that are not above 0.
     """
@@ -112,25 +113,20 @@ def decode_speeds(
     except UserError:
         return [None] * len(runs)
     ids = torch.as_tensor(np.asarray(ids).astype(np.int64))
-    room = min(len(ids) - 2, model.config.context - 1)  # the stretch takes one token more than it feeds
-    n_tokens = min(most_tokens, room // 2)
+    # The stretch takes one token more than it feeds.
+    n_tokens = min(MOST_TOKENS, min(len(ids) - 2, model.config.context - 1) // 2)
     if n_tokens < 1:
         return [None] * len(runs)
-    n_context = min(128, room - n_tokens)
+    stretch, warm_up = Stretch(model, ids, n_tokens), min(WARM_UP, n_tokens)
     with packed(model), evaluating(model):
-        stretches = [Stretch(model, ids, n_context, n_tokens, run) for run in runs]
-        warm_up = min(WARM_UP, n_tokens)
-        per_token = sum(stretch.decode(warm_up)[0] for stretch in stretches) / warm_up
-        n_tokens = max(1, min(n_tokens, int(seconds / ROUNDS / per_token)))
-        rounds = [[stretch.decode(n_tokens) for stretch in stretches] for _ in range(ROUNDS)]
+        tried = [stretch.decode(run, warm_up) for run in runs]
+        reading, per_token = sum(first for first, _, _ in tried), sum(rest for _, rest, _ in tried) / warm_up
+        n_tokens = max(1, min(n_tokens, int((seconds / ROUNDS - reading) / per_token)))
+        rounds = [[stretch.decode(run, n_tokens) for run in runs] for _ in range(ROUNDS)]
     speeds: list[Speed | None] = []
     for measured in zip(*rounds, strict=True):
-        timing = Timing(tuple(taken for taken, _ in measured))
-        speeds.append(Speed(n_tokens / timing.median, timing.spread, ROUNDS, n_tokens, n_context, measured[0][1]))
+        timing = Timing(tuple(taken for _, taken, _ in measured))
+        speeds.append(
+            Speed(n_tokens / timing.median, timing.spread, ROUNDS, n_tokens, stretch.n_context, measured[0][2])
+        )
     return speeds
-
-
-def _wait(device: torch.device) -> None:
-    """Until everything given to an accelerator is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
