@@ -5,6 +5,7 @@ import torch
 
 from hrmlm.errors import UserError
 from hrmlm.inference import Engine, GenerationOptions, generate
+from hrmlm.inference.generator import Generator
 from tests.inference.helpers import BYTES, greedy, small_model
 from tests.models.cache_policy_reference import reference
 from tests.models.test_cache_policy import POLICIES, SHARING, fixed_depth
@@ -51,6 +52,19 @@ def test_prompts_are_fed_one_by_one_where_a_policy_needs_it() -> None:
         lengths.clear()
         generate(model, BYTES, "hello", greedy(3, cache_policy=policy))
         assert lengths == expected
+
+
+def test_compiled_steps_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the eager backend: what is traced, not what a compiler makes of it."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager", fullgraph=True))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    model = small_model("hrm_lm")
+    with Generator(model, BYTES, compile=True) as generator:
+        for policy in ("first", "last", "every:2"):
+            options = greedy(9, cache_policy=policy)
+            plain = generate(model, BYTES, ["hello", "x"], options)
+            assert [row.ids for row in generator.generate(["hello", "x"], options)] == [row.ids for row in plain]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hrmlm.errors import UserError
 from hrmlm.inference import Engine, generate, stream
 from hrmlm.inference import show as showing
 from hrmlm.inference.generation import SHARED
+from hrmlm.inference.generator import Generator
 from hrmlm.models import LanguageModel
 from hrmlm.steps import depth_keywords
 from tests.inference.helpers import BYTES, greedy, small_model
@@ -68,6 +69,14 @@ def test_fixed_cycles_are_a_depth_and_can_be_drafted() -> None:
 def test_what_cannot_be_is_refused_at_once(family: str, settings: dict, told: str) -> None:
     with pytest.raises(UserError, match=told):
         stream(small_model(family), BYTES, "x", greedy(5, **settings))
+
+
+def test_compiled_steps_run_to_a_fixed_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    with Generator(small_model("hrm_lm"), BYTES, compile=True) as generator:
+        with pytest.raises(UserError, match="cannot be compiled"):
+            generator.generate("x", greedy(5, exit="change:0.1"))
+        generator.engine(["x"], greedy(5, exit="cycles:1"))
 
 
 def test_options_of_a_batch_agree() -> None:

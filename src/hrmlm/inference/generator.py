@@ -76,7 +76,10 @@ class Generator:
 
     def engine(self, prompts: Sequence[Prompt], options: Options = None) -> Engine:
         """The batch in the making, for who wants its steps."""
-        return Engine(self.model, self.tokenizer, prompts, options, self._runner)
+        engine = Engine(self.model, self.tokenizer, prompts, options, self._runner)
+        if isinstance(self._runner, CompiledRunner) and engine.decides_depth:
+            raise UserError("an exit policy decides token by token what runs, and such steps cannot be compiled")
+        return engine
 
     def close(self) -> None:
         """Give the packed copies back. It can still generate, more slowly."""
