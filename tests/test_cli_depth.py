@@ -145,6 +145,8 @@ def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
         (["--thresholds", "1.5"], "above 0 and at most 1"),
         (["--tokens", "0"], "tokens"),
         (["--split", "none", "--data", "/nowhere"], "/nowhere"),
+        (["--seconds", "nan"], "nan seconds"),
+        (["--seconds", "inf"], "inf seconds"),
     ],
 )
 def test_bad_settings_of_the_probe(place: Path, capsys: Capture, settings: list[str], told: str) -> None:

@@ -22,9 +22,7 @@ probe = typer.Typer(help="Study a trained model.", no_args_is_help=True)
 MOST_NUMBERS = 1000
 """A list of settings is not longer: each is evaluated."""
 
-Seconds = Annotated[
-    float, typer.Option(min=0, help="About how long to measure decoding (0: leave it out, with its column).")
-]
+Seconds = Annotated[float, typer.Option(min=0, help="About how long to measure the speed of decoding (0: not at all).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
 
 
@@ -155,10 +153,11 @@ def _speeds(
     from hrmlm.checkpoint import load_tokenizer
     from hrmlm.data.tokens import PreparedData
     from hrmlm.evaluation.loss import file_ids
-    from hrmlm.evaluation.speed import MOST_IDS, decode_speeds
+    from hrmlm.evaluation.speed import MOST_IDS, check_seconds, decode_speeds
 
     if not seconds:
         return None
+    check_seconds(seconds)
 
     def measure(runs: "Sequence[Run]") -> "list[Speed | None]":
         ids = PreparedData.open(data).split(split) if data.is_dir() else file_ids(data, load_tokenizer(source))

@@ -92,6 +92,13 @@ def test_default_policies_are_those_a_model_can_follow(family: str) -> None:
     assert names == [name for name in EXITS if name.partition(":")[0] in cases]
 
 
+def test_more_cycles_than_trained_are_counted() -> None:
+    model = lively_model("hrm_lm", vocab_size=BYTES.vocab_size)
+    exit_point, depth_point = probe(model, "text", thresholds=[], exits=["cycles:5"], depths=[5]).points[1:]
+    assert (exit_point.mean_steps, exit_point.applications) == (5, len(model.schedule(5)))
+    assert exit_point.report.total_nats == depth_point.report.total_nats
+
+
 def test_a_policy_that_a_model_cannot_follow_is_refused_before_any_work() -> None:
     def never(**settings: object) -> None:
         pytest.fail("evaluated")

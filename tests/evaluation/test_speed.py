@@ -58,8 +58,9 @@ def test_what_cannot_be_decoded() -> None:
         assert decode_speeds(model, random_ids(50)[:n], [Run(), Run(depth=1)]) == [None, None]
     assert decode_speeds(model, random_ids(4), [Run()], seconds=1)[0].tokens == 1
     assert decode_speeds(lively_model("cosmicfish", halting="sequence"), random_ids(50), [Run()]) == [None]
-    with pytest.raises(UserError, match="above 0"):
-        decode_speeds(model, random_ids(50), [Run()], seconds=0)
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="above 0"):
+            decode_speeds(model, random_ids(50), [Run()], seconds=seconds)
 
 
 def test_a_short_context_is_enough() -> None:

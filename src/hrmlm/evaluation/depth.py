@@ -159,12 +159,12 @@ def _point(model: LanguageModel, evaluate: Callable[..., LossReport], run: Run) 
     if not total:
         raise UserError("there is no text to score: loss and steps are undefined")
     steps = sum(number * count for number, count in executed.items()) / total
-    calls = sum(_applications(model, run.depth, number) * count for number, count in executed.items()) / total
+    calls = sum(_applications(model, report.depth, number) * count for number, count in executed.items()) / total
     return DepthPoint(report, run.depth, run.halt_threshold, run.exit, steps, calls)
 
 
 def _applications(model: LanguageModel, depth: int | None, cycles: int) -> int:
-    """Block calls of a token that ran so many cycles, over all passes; depth: as asked for."""
+    """Block calls of a token that ran so many cycles, over all passes; depth: None where positions may stop earlier."""
     schedule = model.schedule(depth)
     if depth is not None or model.cycle_slots is None:
         return len(schedule)

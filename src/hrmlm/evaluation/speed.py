@@ -5,6 +5,7 @@ step included); only the token that is taken is the next one of the given text, 
 tokens. After a warm-up every setting decodes the same stretch once per round, in turn; the median of the rounds counts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,12 @@ class Stretch:
         return reading, clock.lap(), sum(cycles) / n_tokens
 
 
+def check_seconds(seconds: float) -> None:
+    """Raises: UserError for a time in which nothing can be measured, or that never ends."""
+    if not 0 < seconds < math.inf:
+        raise UserError(f"{seconds:g} seconds for measuring are not possible; give a number above 0")
+
+
 @torch.no_grad()
 def decode_speeds(model: LanguageModel, ids: Ids, runs: Sequence[Run], *, seconds: float = 30.0) -> list[Speed | None]:
     """Speed of every run on the beginning of a stream of ids; None where there is too little text to decode, or no
@@ -106,8 +113,7 @@ def decode_speeds(model: LanguageModel, ids: Ids, runs: Sequence[Run], *, second
 
     Raises: UserError for a run that this model cannot do with a cache, or seconds that are not above 0.
     """
-    if not seconds > 0:
-        raise UserError(f"{seconds:g} seconds for measuring are not possible; give a number above 0")
+    check_seconds(seconds)
     try:
         model.new_cache(1, 1)
     except UserError:
