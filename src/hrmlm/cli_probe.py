@@ -150,20 +150,12 @@ def _speeds(
     model: "LanguageModel", source: "Checkpoint", data: Path, split: str, seconds: float
 ) -> "Callable[[Sequence[Run]], list[Speed | None]] | None":
     """What measures decoding on the beginning of the text; None: it is not to be measured."""
-    from hrmlm.checkpoint import load_tokenizer
-    from hrmlm.data.tokens import PreparedData
-    from hrmlm.evaluation.loss import file_ids
     from hrmlm.evaluation.speed import MOST_IDS, check_seconds, decode_speeds
 
     if not seconds:
         return None
     check_seconds(seconds)
-
-    def measure(runs: "Sequence[Run]") -> "list[Speed | None]":
-        ids = PreparedData.open(data).split(split) if data.is_dir() else file_ids(data, load_tokenizer(source))
-        return decode_speeds(model, ids[:MOST_IDS], runs, seconds=seconds)
-
-    return measure
+    return lambda runs: decode_speeds(model, _stream(source, data, split, MOST_IDS), runs, seconds=seconds)
 
 
 def evaluator(model: "LanguageModel", source: "Checkpoint", data: Path, split: str) -> "Callable[..., LossReport]":
