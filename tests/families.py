@@ -6,6 +6,8 @@ _COMMON: dict[str, Any] = {"vocab_size": 64, "context": 64, "d_model": 32, "n_he
 
 _FISH = {"input_layers": 1, "output_layers": 1, "H_layers": 1, "L_layers": 1}
 
+_SLOTS = {"slots": [2, 3]}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "transformer": {"family": "transformer", "n_layers": 2},
     "transformer-gqa": {"family": "transformer", "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
@@ -43,5 +45,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp": "gelu",
         "initial_bias": 0.5,
     },
+    "memory_hrm": {"family": "memory_hrm", "iterations": 3, "segment": 5, **_SLOTS},
+    "memory_hrm-options": {
+        "family": "memory_hrm",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "iterations": 2,
+        "segment": 4,
+        "slots": [3],
+        "memory_dim": 12,
+        "memory_heads": 3,
+        "memory_bptt": 3,
+        "step_conditioning": "film",
+        "scaled_init": False,
+    },
+    "memory_hrm-lora": {
+        "family": "memory_hrm",
+        "iterations": 3,
+        "segment": 5,
+        **_SLOTS,
+        "step_conditioning": "lora",
+        "lora_rank": 2,
+        "gate_bias": [-3.0, -2.5],
+    },
+    "memory_hrm-halting": {"family": "memory_hrm", "iterations": 4, "segment": 5, **_SLOTS, "halting": "token"},
 }
 FAMILIES = {name: {**_COMMON, **settings} for name, settings in FAMILIES.items()}
+
+AFTER_SEGMENTS = tuple(
+    f"memory.{name}"
+    for name in ("norm_slots", "norm_written", "read_kv", "write_query", "write_kv", "gate", "candidate")
+)
+"""Modules that see finished segments only: there positions may mix as they like."""

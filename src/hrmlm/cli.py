@@ -293,6 +293,10 @@ def generate(
         bool, typer.Option("--compile", help="Compile the step: a minute at first, then faster.")
     ] = False,
     show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour each token by the steps it took.")] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Go on from this file if it exists, and write it at the end (models with a memory)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Continue text with a trained model.
@@ -315,6 +319,10 @@ def generate(
         if not content:
             raise UserError(f"{prompts} is empty: no prompt in it")
         texts += [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
+    if state is not None and len(texts) > 1:
+        raise UserError(f"{len(texts)} prompts with --state: a state belongs to one text; give one prompt")
+    if state is not None and state.exists():
+        texts = texts or [""]
     if not texts:
         raise UserError("no prompt; give --prompt TEXT (an empty text starts a new document) or --prompts FILE")
     settings = {
@@ -339,6 +347,8 @@ def generate(
     _warn_of_depth(model, depth)
     dtype = getattr(torch, precision.value)
     with Generator(model, tokenizer, pack=pack, compile=compile, dtype=dtype) as generator:
+        if state is not None:
+            return _generate_from(state, source, generator, texts[0], options, as_json)
         if show_depth and not as_json:
             most = (depth or model.trained_depth) * model.n_passes
             return show_depths(generator.engine(texts, options), texts, most)
@@ -354,6 +364,29 @@ def generate(
     for text, completion in zip(texts, completions, strict=True):
         shown = visible(completion.text) if sys.stdout.isatty() else completion.text
         print(f"{text}{shown}\n")
+
+
+def _generate_from(path: Path, source: Any, generator: Any, prompt: str, options: Any, as_json: bool) -> None:
+    """Continue a text from its state file and write the new state."""
+    from hrmlm.checkpoint import WEIGHTS
+    from hrmlm.inference.show import visible
+    from hrmlm.inference.states import ContinuedText, TextState
+
+    weights = source.files[WEIGHTS]["sha256"]
+    if path.exists():
+        text = TextState.load(path, generator.model, generator.tokenizer, weights, options.depth)
+    else:
+        text = TextState.new(generator.model, options.depth)
+    continued = ContinuedText(generator.model, generator.tokenizer, prompt, options, text)
+    if not as_json:
+        print(prompt, end="", flush=True)
+    for event in continued.run():
+        if not as_json:
+            print(visible(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
+    text.save(path, generator.tokenizer, weights)
+    if as_json:
+        return print_json([{"prompt": prompt, **vars(continued.completion())}])
+    print()
 
 
 def _warn_of_depth(model: Any, depth: int | None) -> None:

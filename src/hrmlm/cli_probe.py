@@ -146,6 +146,51 @@ def cache(
         print(f"Picture: {picture}")
 
 
+@probe.command()
+def memory(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory of a model with a memory.")],
+    data: Annotated[Path, typer.Option(help="Prepared directory, or a UTF-8 text file.")],
+    split: Annotated[str, typer.Option(help="Split of prepared data.")] = "valid",
+    tokens: Annotated[int, typer.Option(min=1, help="Look at so many tokens at most.")] = 65_536,
+    window: Annotated[int | None, typer.Option(help="Training window (default: the model's context).")] = None,
+    length: Annotated[int | None, typer.Option(help="Cut documents at so many tokens (default: 16 windows).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents per forward pass; no influence on the result.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="Directory for memory.json and the picture memory.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each level of a memory does, how far back it reaches, and what carrying it on is worth in long documents.
+
+    Example: hrmlm probe memory runs/wikitext2-memory-hrm --data runs/data/articles --split test --out curves
+    """
+    from hrmlm.checkpoint import load_model, load_tokenizer
+    from hrmlm.evaluation import memory as study
+    from hrmlm.evaluation.picture import check_out
+    from hrmlm.training.run import resolve_checkpoint
+
+    if out is not None:
+        check_out(out)
+    source = resolve_checkpoint(checkpoint)
+    model = load_model(source)
+    result = study.probe_memory(
+        model,
+        study.read_ids(data, split, load_tokenizer(source)),
+        load_tokenizer(source).end_of_text,
+        window=window,
+        length=length,
+        tokens=tokens,
+        batch_size=batch_size,
+        names={"checkpoint": str(source.path), "data": str(data), "split": split if data.is_dir() else None},
+    )
+    picture = study.write(result, out) if out is not None else None
+    if as_json:
+        return print_json(result.to_dict())
+    from rich.console import Console
+
+    study.show(result, Console())
+    if picture is not None:
+        print(f"Picture: {picture}")
+
+
 def _speeds(
     model: "LanguageModel", source: "Checkpoint", data: Path, split: str, seconds: float
 ) -> "Callable[[Sequence[Run]], list[Speed | None]] | None":

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -61,7 +61,9 @@ def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
     """Names of the fields of the sub-configuration at `path`."""
     for part in path:
         field = cls.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        kinds = () if field is None else get_args(field.annotation) or (field.annotation,)  # a section may be optional
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not sections:
             return []
-        cls = field.annotation
+        cls = sections[0]
     return list(cls.model_fields)

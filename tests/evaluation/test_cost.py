@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hrmlm.data.batch import Batch
 from hrmlm.errors import UserError
-from hrmlm.evaluation.cost import CostReport, cost, cost_of, show
+from hrmlm.evaluation.cost import cost, cost_of, show
 from hrmlm.models import LanguageModel, build_model
 from hrmlm.training.recipe import load_recipe
 from tests.families import FAMILIES
@@ -50,7 +50,9 @@ def test_forward_flops_equal_an_independent_count(family: str) -> None:
     with counted_products() as counter, torch.no_grad():
         model(torch.zeros(2, length, dtype=torch.long))
     report = cost(model, length)
-    expected = as_if_not_causal(report, report.forward_flops_per_token, report.forward_attention_flops_per_token)
+    elsewhere = model.extra_flops(length, model.trained_depth, training=False)[1]
+    attention = report.forward_attention_flops_per_token - elsewhere
+    expected = as_if_not_causal(model, length, report.forward_flops_per_token, attention)
     assert counter.get_total_flops() / (2 * length) == pytest.approx(expected, rel=1e-6)
 
 
@@ -63,7 +65,9 @@ def test_training_flops_equal_an_independent_count(family: str) -> None:
         for part in model.losses(Batch(tokens, tokens)):
             part.objective.backward()
     report = cost(model, length)
-    expected = as_if_not_causal(report, report.training_flops_per_token, report.training_attention_flops_per_token)
+    elsewhere = model.extra_flops(length, model.trained_depth, training=True)[1]
+    attention = report.training_attention_flops_per_token - elsewhere
+    expected = as_if_not_causal(model, length, report.training_flops_per_token, attention)
     assert counter.get_total_flops() / (2 * length) == pytest.approx(expected, rel=0.03)
 
 
@@ -83,9 +87,10 @@ def counted_products() -> Iterator[FlopCounterMode]:
         yield counter
 
 
-def as_if_not_causal(report: CostReport, flops: float, attention: float) -> float:
-    """The counter's rule for attention: a query meets all L keys, not the (L + 1) / 2 that it may see on average."""
-    return flops - attention + attention * 2 * report.length / (report.length + 1)
+def as_if_not_causal(model: LanguageModel, length: int, flops: float, attention: float) -> float:
+    """The counter's rule for causal attention: a query meets all keys, not those that it may see on average."""
+    seen, met = model.attended(length)
+    return flops - attention + attention * met / seen
 
 
 @families
@@ -93,6 +98,10 @@ def test_cache_bytes_equal_what_is_allocated(family: str) -> None:
     model = build_model(FAMILIES[family])
     report = cost(model)
     assert model.new_cache(1, report.context).bytes == pytest.approx(report.kv_cache_bytes_context["float32"], rel=0.05)
+    if model.sequence_limit > report.context:
+        assert set(report.kv_cache_bytes_per_token.values()) == {0}
+        assert model.new_cache(3, 10).bytes == 3 * model.new_cache(1, 10_000).bytes
+        return
     assert model.new_cache(3, 10).bytes == pytest.approx(30 * report.kv_cache_bytes_per_token["float32"], rel=0.05)
 
 

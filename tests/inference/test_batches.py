@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hrmlm.inference import Engine, GenerationOptions, generate
-from tests.inference.helpers import ANY, BYTES, END, each_family, greedy, say, small_model
+from tests.inference.helpers import ANY, BYTES, END, each_family, greedy, limited, say, small_model
 
 PROMPTS = ["x", "hello", "twenty bytes of text"]
 
@@ -65,7 +65,7 @@ def test_rows_end_at_their_own_step(family: str, cache: bool, monkeypatch: pytes
             assert row.logprobs[-1] == pytest.approx(float(logits_V.log_softmax(-1)[END]), abs=1e-4)
 
 
-@each_family
+@limited
 def test_a_long_row_that_leaves_does_not_limit_the_others(family: str) -> None:
     model = small_model(family, context=16)
     for cache in (True, False):

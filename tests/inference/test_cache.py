@@ -41,10 +41,10 @@ def test_crop_and_continue_equals_a_fresh_run(family: str) -> None:
     other_L = TOKENS_L.flip(0)
     cache = model.new_cache(1, 20)
     _feed(model, cache, TOKENS_L, 20)
-    cache.crop(13)
-    continued_LV = _feed(model, cache, other_L[:6], 2)
+    cache.crop(16)
+    continued_LV = _feed(model, cache, other_L[:4], 2)
     with torch.no_grad():
-        fresh_LV = model(torch.cat([TOKENS_L[:13], other_L[:6]])[None]).logits[0, 13:]
+        fresh_LV = model(torch.cat([TOKENS_L[:16], other_L[:4]])[None]).logits[0, 16:]
     torch.testing.assert_close(continued_LV, fresh_LV, atol=1e-4, rtol=0)
 
 

@@ -14,7 +14,9 @@ from hrmlm.inference import Completion, Engine, GenerationOptions, generate
 from hrmlm.inference.drafting import Drafting, DraftOptions, Planner, reading_shares
 from hrmlm.models import LanguageModel
 from tests.families import FAMILIES
-from tests.inference.helpers import BYTES, END, each_family, greedy, say, small_model
+from tests.inference.helpers import BYTES, END, greedy, say, small_model
+
+drafters = pytest.mark.parametrize("family", [name for name in FAMILIES if not small_model(name).carries_state])
 
 PROMPTS = ["hello wor", "x", "", "a longer prompt, longer than a chunk"]
 OPTIONS = [greedy(24), GenerationOptions(seed=5, max_new_tokens=24, temperature=0.8, top_k=20, top_p=0.95)]
@@ -43,7 +45,7 @@ def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
         assert b.logprobs == pytest.approx(a.logprobs, abs=1e-4)
 
 
-@each_family
+@drafters
 @pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(family: str, options: GenerationOptions) -> None:
     model = drafting(family)
@@ -72,7 +74,7 @@ def test_any_sizes(r: int, n: int, tokens: int, seed: int) -> None:
     same(generate(model, BYTES, prompts, plain), generate(model, BYTES, prompts, drafted))
 
 
-@each_family
+@drafters
 def test_chunks_of_the_prompt_change_nothing(family: str) -> None:
     model = small_model(family)
     whole = generate(model, BYTES, PROMPTS, greedy(12))
@@ -271,10 +273,16 @@ def test_what_is_given_is_not_chosen_and_the_limit_holds() -> None:
     assert plan is None or (plan[0] == 3 and plan[1] <= 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@drafters
 def test_shares_of_a_step_sum_to_one(family: str) -> None:
     model = small_model(family)
     once, cycle, head = reading_shares(model, None)
     assert once >= 0
     assert cycle > 0
     assert once + cycles(model) * cycle + head == pytest.approx(1)
+
+
+def test_models_that_carry_a_state_do_not_draft() -> None:
+    family = next(name for name in FAMILIES if small_model(name).carries_state)
+    with pytest.raises(UserError, match="replaces it by a memory"):
+        generate(small_model(family), BYTES, "x", greedy(5, draft="1"))

@@ -36,7 +36,7 @@ def test_packed_weights_give_the_same_numbers(family: str) -> None:
 @each_family
 def test_training_never_reads_packed_weights(family: str) -> None:
     model = small_model(family)
-    tokens_BL = torch.randint(200, (1, 5))
+    tokens_BL = torch.randint(200, (1, 12))
     with packed(model):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -44,7 +44,7 @@ def test_training_never_reads_packed_weights(family: str) -> None:
         model(tokens_BL).logits.sum().backward()
         with_grad = model(tokens_BL).logits.detach()
     with torch.no_grad():
-        assert torch.equal(with_grad, model(tokens_BL).logits)
+        torch.testing.assert_close(with_grad, model(tokens_BL).logits, atol=1e-5, rtol=1e-5)
     assert all(m.weight.grad is not None for m in model.modules() if isinstance(m, Linear))
 
 

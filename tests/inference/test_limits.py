@@ -8,10 +8,10 @@ import torch
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.inference import GenerationOptions, generate, stream
-from tests.inference.helpers import ANY, BYTES, END, each_family, greedy, small_model
+from tests.inference.helpers import ANY, BYTES, END, each_family, greedy, limited, small_model
 
 
-@each_family
+@limited
 @pytest.mark.parametrize("cache", [True, False])
 def test_prompt_and_answer_beside_the_context(family: str, cache: bool) -> None:
     model = small_model(family, context=16)

@@ -26,9 +26,11 @@ def lively(model: LanguageModel, seed: int = 1) -> LanguageModel:
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.ndim >= 2:
-                tensor.copy_(noise * tensor.shape[1] ** -0.5)
+                tensor.copy_(noise * tensor.shape[-1] ** -0.5)
             else:
-                tensor.copy_(0.3 * noise + (1.0 if "norm" in name else 0.0))
+                # Gates that decay slowly: a memory that is rewritten with every segment enlarges rounding without end.
+                middle = 1.0 if "norm" in name else -3.0 if "gate_biases" in name else 0.0
+                tensor.copy_(0.3 * noise + middle)
     return model
 
 

@@ -49,6 +49,24 @@ FISH_OPTIONS: list[dict[str, Any]] = [
     {"H_layers": 2, "L_layers": 2, "H_cycles": 1, "L_cycles": 3},
     {"max_steps": 1},
 ]
+MEMORY = {"iterations": 3, "segment": 2, "slots": [2, 3]}
+MEMORY_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"slots": [4, 8, 16]},
+    {"slots": [3]},
+    {"gate_bias": [-1.0, 2.0]},
+    {"memory_dim": 12, "memory_heads": 3},
+    {"memory_bptt": 3},
+    {"auxiliary_weight": 0.0},
+    {"auxiliary_weight": 1.0},
+    {"curriculum_start": 1, "curriculum_fraction": 0.9},
+    *[{"step_conditioning": value} for value in ("none", "film", "lora")],
+    {"step_conditioning": "lora", "lora_rank": 1},
+    {"write_dropout": 0.5},
+    {"iterations": 1},
+    {"scaled_init": False},
+    *[{"halting": "token", **own} for own in HALTING],
+]
 OWN: dict[str, list[dict[str, Any]]] = {
     "hrm_lm": [
         *[{"gate": gate} for gate in ("gru", "update_only", "none")],
@@ -68,6 +86,7 @@ OWN: dict[str, list[dict[str, Any]]] = {
         {"halting": "token", "n_steps": 1},
     ],
     "transformer": [{"n_layers": 1}, {"n_layers": 3}],
+    "memory_hrm": [{**MEMORY, **own} for own in MEMORY_OPTIONS],
     "cosmicfish": [{**FISH, **own} for own in FISH_OPTIONS],
 }
 
@@ -164,6 +183,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"family": "universal", "halting": "token", "target_depth": 13}, "target_depth 13 exceeds the model's 12 steps"),
     ({"family": "universal", "halting": "token", "gradient_window": 4}, "before the window opens"),
     ({"family": "universal", "halting": "token", "exit_probability": 0.1}, "exploration varies it"),
+    ({"family": "memory_hrm", "segment": 0}, "greater than 0"),
+    ({"family": "memory_hrm", "slots": [4, 0]}, "greater than 0"),
+    ({"family": "memory_hrm", "slots": []}, "at least 1 item"),
+    ({"family": "memory_hrm", "slots": 4}, "tuple"),
+    ({"family": "memory_hrm", "iterations": 0}, "greater than 0"),
+    ({"family": "memory_hrm", "memory_bptt": 1}, "greater than or equal to 2"),
+    ({"family": "memory_hrm", "gate_bias": [-1.0]}, "1 values for the 3 levels"),
+    ({"family": "memory_hrm", "gate_bias": [-1.0, -2.0, math.nan]}, "finite"),
+    ({"family": "memory_hrm", "memory_dim": 10, "memory_heads": 4}, "10.*4"),
+    ({"family": "memory_hrm", "curriculum_start": 9}, "9 exceeds the 8 iterations"),
+    ({"family": "memory_hrm", "curriculum_start": 4, "halting": "token"}, "exploration varies it"),
+    ({"family": "memory_hrm", "step_conditioning": "hyper"}, "'none', 'film' or 'lora'"),
+    ({"family": "memory_hrm", "target_depth": 3}, "target_depth without effect"),
+    ({"family": "memory_hrm", "write_dropout": 1.0}, "less than 1"),
     ({"family": "universal", "step_cost": 0.5, "epsilon": 0.1}, "epsilon, step_cost without effect"),
 ]
 
@@ -187,21 +220,26 @@ def test_impossible_requests_are_refused(name: str) -> None:
         model(random_tokens(model, 1, 3), depth=0)
     with pytest.raises(UserError, match="depth -1"):
         model.schedule(-1)
-    with pytest.raises(UserError, match=r"65 tokens.*context of 64"):
-        model(random_tokens(model, 1, 65))
     for bad in (64, -1):
         with pytest.raises(UserError, match=f"token id {bad} is outside the model's vocabulary of 64"):
             model(torch.tensor([[3, bad]]))
     with pytest.raises(UserError, match="at least one token"):
         model(random_tokens(model, 1, 3)[:, :0])
+    with pytest.raises(UserError, match="vocab_size"):
+        build_model({**FAMILIES[name], "vocab_size": None})
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if build_model(FAMILIES[name]).sequence_limit == 64])
+def test_more_than_the_context_is_refused(name: str) -> None:
+    model = build_model(FAMILIES[name])
+    with pytest.raises(UserError, match=r"65 tokens.*context of 64"):
+        model(random_tokens(model, 1, 65))
     cache = model.new_cache(1, 64)
     model(random_tokens(model, 1, 60), cache=cache)
     with pytest.raises(UserError, match=r"65 tokens.*context of 64"):
         model(random_tokens(model, 1, 5), cache=cache)
     with pytest.raises(UserError, match="room for 4 positions and 5"):
         model(random_tokens(model, 1, 5), cache=model.new_cache(1, 4))
-    with pytest.raises(UserError, match="vocab_size"):
-        build_model({**FAMILIES[name], "vocab_size": None})
 
 
 def test_depth_beyond_what_exists_is_refused() -> None:

@@ -27,6 +27,8 @@ def test_every_option_is_documented_with_its_default(family: str) -> None:
             assert default in UNSET, name
         elif isinstance(fields[name], float):  # YAML reads 1e-5 as a text
             assert float(default) == fields[name], name
+        elif isinstance(fields[name], tuple):
+            assert tuple(yaml.safe_load(default)) == fields[name], name
         else:
             assert yaml.safe_load(default) == fields[name], name
 

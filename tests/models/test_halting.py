@@ -15,6 +15,7 @@ from tests.models.helpers import build, lively_model, random_tokens, recorded_ca
 from tests.models.test_causality import check_causal
 
 ADAPTIVE = [name for name in FAMILIES if build(name).learns_depth]
+STEPS = {"universal": "n_steps", "cosmicfish": "max_steps", "memory_hrm": "iterations"}
 each_family = pytest.mark.parametrize("name", ADAPTIVE)
 
 
@@ -29,7 +30,7 @@ def force(model: LanguageModel, logit: float) -> LanguageModel:
 @torch.no_grad()
 def deep_model(name: str) -> LanguageModel:
     """A lively model of up to 8 steps, whose head lets single tokens take 1, 3, 7 and 8 of them, and others."""
-    model = lively_model(name, **{{"universal": "n_steps"}.get(FAMILIES[name]["family"], "max_steps"): 8}).double()
+    model = lively_model(name, **{STEPS[FAMILIES[name]["family"]]: 8}).double()
     generator = torch.Generator().manual_seed(0)
     model.halting.q.bias.copy_(torch.tensor([-2.5, 0.0]))
     for _ in range(200):

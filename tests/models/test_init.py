@@ -20,19 +20,29 @@ def test_spread_of_every_matrix(name: str, scaled: bool) -> None:
     changes = {"scaled_init": scaled} if "scaled_init" in type(build(name).config).model_fields else {}
     model = build(name, **WIDE, **changes)
     repeated = _repeated(model)
+    gate_biases = getattr(model.config, "gate_biases", ())
+    own = {f"memory.gate_biases.{level}": value for level, value in enumerate(gate_biases)}
+    own["memory.read_bias"] = 0.0
     for parameter_name, trained in model.named_parameters():
         parameter = trained.detach()
         if "halting" in parameter_name and parameter.ndim < 2:
             assert parameter.tolist() == [model.config.initial_bias, 0]
+            continue
+        if parameter_name in own:
+            assert bool((parameter == own[parameter_name]).all()), parameter_name
             continue
         if parameter.ndim < 2 and not parameter_name.endswith("_init"):  # the rest of the vectors are start states
             expected = 0.0 if parameter_name.endswith("bias") else 1.0
             assert bool((parameter == expected).all()), parameter_name
             continue
         shrink = model.config.total_steps**-0.5 if id(trained) in repeated and scaled else 1.0
+        if parameter_name == "memory.read_out.weight":
+            shrink = 1 / model.config.iterations
+        elif parameter_name.startswith("memory.") and parameter_name != "memory.start":
+            shrink = 50 * parameter.shape[1] ** -0.5
         tolerance = 5 / (2 * parameter.numel()) ** 0.5  # five standard errors of a standard deviation
         assert float(parameter.std()) == pytest.approx(0.02 * shrink, rel=tolerance), parameter_name
-        assert abs(float(parameter.mean())) < 5 * 0.02 / parameter.numel() ** 0.5, parameter_name
+        assert abs(float(parameter.mean())) < 5 * 0.02 * shrink / parameter.numel() ** 0.5, parameter_name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +102,7 @@ def test_a_seed_decides_the_weights(name: str) -> None:
     first, same, other = build(name, seed=3), build(name, seed=3), build(name, seed=4)
     for key, tensor in first.state_dict().items():
         assert torch.equal(tensor, same.state_dict()[key])
-        assert "norm" in key or key.endswith("bias") or not torch.equal(tensor, other.state_dict()[key])
+        assert "norm" in key or "bias" in key or not torch.equal(tensor, other.state_dict()[key])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,7 +8,7 @@ import torch
 from tests.families import FAMILIES
 from tests.models.helpers import assert_same, depths, lively_model, observe, random_tokens
 
-TOLERANCE = 1e-5
+TOLERANCE, RELATIVE = 1e-5, 5e-6
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -19,10 +19,10 @@ def test_a_row_is_the_same_alone_and_in_any_batch(name: str) -> None:
         together = observe(model, tokens_BL, depth)
         order = [2, 0, 3, 1]
         shuffled = observe(model, tokens_BL[order], depth)
-        assert_same({key: value[order] for key, value in together.items()}, shuffled, TOLERANCE)
+        assert_same({key: value[order] for key, value in together.items()}, shuffled, TOLERANCE, RELATIVE)
         for row in range(4):
             alone = observe(model, tokens_BL[row : row + 1], depth)
-            assert_same({key: value[row : row + 1] for key, value in together.items()}, alone, TOLERANCE)
+            assert_same({key: value[row : row + 1] for key, value in together.items()}, alone, TOLERANCE, RELATIVE)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -68,11 +68,11 @@ def test_rewound_and_reordered_cache_equals_a_fresh_run(name: str) -> None:
     tokens_BL, other_BL = random_tokens(model, 3, 10), random_tokens(model, 3, 4, seed=5)
     cache = model.new_cache(3, 16)
     model(tokens_BL, cache=cache)
-    cache.crop(torch.tensor([6, 10, 3]))
-    assert cache.lengths_B.tolist() == [6, 10, 3]
+    cache.crop(torch.tensor([7, 10, 5]))
+    assert cache.lengths_B.tolist() == [7, 10, 5]
     cache.select([2, 0])
     continued = model(other_BL[[2, 0]], cache=cache).logits
-    for row, length, logits in ((2, 3, continued[:1]), (0, 6, continued[1:])):
+    for row, length, logits in ((2, 5, continued[:1]), (0, 7, continued[1:])):
         full_L = torch.cat([tokens_BL[row, :length], other_BL[row]])
         torch.testing.assert_close(logits, model(full_L[None]).logits[:, length:], atol=TOLERANCE, rtol=0)
 

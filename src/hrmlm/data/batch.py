@@ -1,6 +1,6 @@
 """What every model is trained and evaluated on: token ids, and the ids that follow them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -10,14 +10,26 @@ IGNORE = -100
 
 
 @dataclass
+class SoftTargets:
+    """What a teacher says about the same positions. logits_BLV: of the ids that can be predicted; temperature: of both
+    distributions that are compared; weight: share of the objective, from 0 to 1."""
+
+    logits_BLV: torch.Tensor
+    temperature: float
+    weight: float
+
+
+@dataclass
 class Batch:
     """Inputs and next-token targets of B rows and L positions.
 
     inputs_BL: int64 token ids. targets_BL: int64, the id that follows each input, or IGNORE where nothing is scored.
+    soft: a teacher's view of the same positions, where a model is distilled from one.
     """
 
     inputs_BL: torch.Tensor
     targets_BL: torch.Tensor
+    soft: SoftTargets | None = None
 
     def __post_init__(self) -> None:
         assert self.inputs_BL.shape == self.targets_BL.shape, (self.inputs_BL.shape, self.targets_BL.shape)
@@ -38,6 +50,11 @@ class Batch:
     def pin_memory(self) -> Self:
         """A copy in page-locked memory. Called by torch's DataLoader under `pin_memory=True`."""
         return type(self)(self.inputs_BL.pin_memory(), self.targets_BL.pin_memory())
+
+    def positions(self, start: int, stop: int) -> Self:
+        """The part of all rows from position `start` to `stop` - 1."""
+        soft = self.soft and replace(self.soft, logits_BLV=self.soft.logits_BLV[:, start:stop])
+        return type(self)(self.inputs_BL[:, start:stop], self.targets_BL[:, start:stop], soft)
 
     def split(self, rows: int) -> list[Self]:
         """Micro-batches of at most `rows` rows each, in order."""

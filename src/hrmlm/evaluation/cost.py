@@ -93,19 +93,22 @@ def cost(model: LanguageModel, length: int | None = None, depth: int | None = No
     """
     context = model.config.context
     length = context if length is None else length
-    if not 1 <= length <= context:
+    if not 1 <= length <= model.sequence_limit:
         raise UserError(f"length {length}: must be from 1 to the model's context, {context}")
     schedule = model.schedule(depth)
-    blocks = {item.module: _module_flops(model.get_submodule(item.module), length) for item in schedule}
+    steps = model.trained_depth if depth is None else depth
+    keys, _ = model.attended(length)
+    blocks = {item.module: _module_flops(model.get_submodule(item.module), keys) for item in schedule}
     head = _Flops(2.0 * model.config.d_model * model.config.n_predicted)
     if (halting := getattr(model, "halting", None)) is not None:  # read once after each outer step
-        head += _module_flops(halting, length) * (model.trained_depth if depth is None else depth)
+        head += _module_flops(halting, keys) * steps
     forward = sum((blocks[item.module] for item in schedule), head)
-    training = head * (3.0 * model.n_passes)
+    forward += _Flops(*model.extra_flops(length, steps, training=False))
+    training = head * (3.0 * model.n_passes) + _Flops(*model.extra_flops(length, steps, training=True))
     for item in schedule + _repeated_in_training(schedule, model.n_passes):
         training += blocks[item.module] * (3.0 if item.in_window else 1.0)
-    values = sum(_kv_values(model.get_submodule(item.module)) for item in schedule)
-    kv_bytes = {name: size * values for name, size in BYTES_PER_VALUE.items()}
+    values = model.cached_values(context, steps)
+    growth = values - model.cached_values(context - 1, steps)
     return CostReport(
         family=model.config.family,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -121,17 +124,16 @@ def cost(model: LanguageModel, length: int | None = None, depth: int | None = No
         training_flops_per_token=training.total,
         forward_attention_flops_per_token=forward.attention,
         training_attention_flops_per_token=training.attention,
-        kv_cache_bytes_per_token=kv_bytes,
-        kv_cache_bytes_context={name: size * context for name, size in kv_bytes.items()},
+        kv_cache_bytes_per_token={name: size * growth for name, size in BYTES_PER_VALUE.items()},
+        kv_cache_bytes_context={name: size * values for name, size in BYTES_PER_VALUE.items()},
         depth_is_learned=model.learns_depth and depth is None,
     )
 
 
-def _module_flops(module: nn.Module, length: int) -> _Flops:
-    """Of one application of a module, per token of a sequence of `length` tokens."""
+def _module_flops(module: nn.Module, keys_per_query: float) -> _Flops:
+    """Of one application of a module, per token of a sequence in which a token sees so many keys on average."""
     weights = sum(part.in_features * part.out_features for part in module.modules() if isinstance(part, nn.Linear))
     heads = sum(part.n_heads * part.head_dim for part in module.modules() if isinstance(part, Attention))
-    keys_per_query = (length + 1) / 2
     return _Flops(matmul=2.0 * weights, attention=2 * 2.0 * heads * keys_per_query)  # scores, and mixing of values
 
 
@@ -139,11 +141,6 @@ def _repeated_in_training(schedule: Sequence[Application], passes: int) -> list[
     """Applications that evaluation shares between supervision passes and training runs again in each later one."""
     later = {item.module for item in schedule if item.supervision_pass > 0}
     return [item for item in schedule if item.supervision_pass == 0 and item.module not in later] * (passes - 1)
-
-
-def _kv_values(module: nn.Module) -> int:
-    """Numbers that one application of a module caches per token: keys and values of all its attention layers."""
-    return sum(2 * part.n_kv_heads * part.head_dim for part in module.modules() if isinstance(part, Attention))
 
 
 def _saved_values(model: nn.Module) -> int:

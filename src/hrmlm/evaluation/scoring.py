@@ -93,7 +93,7 @@ def score_stream(
         model.check_cache_policy(policy, run["depth"], run["exit"])
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
-    check_window(window, stride, model.config.context)
+    check_window(window, stride, model.sequence_limit)
     ids = ids_array(ids)
     check_ids(model, ids)
     scored = max(len(ids) - 1, 0)
@@ -138,7 +138,7 @@ def score_documents(
     run = depth_keywords(model, depth, halt_threshold, exit)
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
-    check_window(window, stride, model.config.context)
+    check_window(window, stride, model.sequence_limit)
     arrays = [ids_array(document) for document in documents]
     for array in arrays:
         check_ids(model, array)

@@ -142,10 +142,11 @@ class Cached(Decoder):
         max_length: int,
         prefill_chunk: int,
         policy: CachePolicy = FULL,
+        cache: KVCache | None = None,
     ) -> None:
         super().__init__(runner, prompts, sampler, depth)
         self.model.check_cache_policy(policy, depth.depth, depth.exit)
-        self.cache = self.model.new_cache(len(prompts), max_length, depth=depth.depth, policy=policy)
+        self.cache = cache or self.model.new_cache(len(prompts), max_length, depth=depth.depth, policy=policy)
         self.prefill_chunk = 1 if policy.is_sequential else prefill_chunk
         self.prefilled = False
 

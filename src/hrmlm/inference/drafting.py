@@ -13,6 +13,7 @@ Elhoushi et al. 2024 (arXiv 2404.16710). Shapes: B rows, L positions, V ids.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class DraftOptions:
 
 def check_drafting(model: LanguageModel, draft: DraftOptions, depth: Depth) -> None:
     """Raises: UserError if this model cannot draft like that."""
+    if model.carries_state:
+        raise UserError("drafting needs the text itself, and this model replaces it by a memory as it goes")
     if depth.exit is not None:
         raise UserError("drafting and an exit rule exclude each other: drafts need all positions at the same depth")
     if model.learns_depth and depth.depth is None:
@@ -70,7 +73,7 @@ class Drafting(Cached):
         *,
         draft: DraftOptions,
         policy: CachePolicy = FULL,
-        **room: int,
+        **room: Any,
     ) -> None:
         check_drafting(runner.model, draft, depth)
         if policy.is_sequential:

@@ -14,6 +14,7 @@ from hrmlm.inference.drafting import Drafting, DraftOptions
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel, evaluating
+from hrmlm.models.cache import KVCache
 from hrmlm.models.cache_policy import parse_cache_policy
 from hrmlm.steps import depth_keywords
 
@@ -26,7 +27,8 @@ SHARED = ("cache", "cache_policy", "prefill_chunk", "depth", "halt_threshold", "
 class Engine:
     """A batch of rows in the making. Rows that end leave the batch and cost nothing any more.
 
-    `forwards` counts steps: without drafting as many as the longest row has new tokens.
+    `forwards` counts steps: without drafting as many as the longest row has new tokens. cache: what the rows go on from
+    (None: nothing); it is used up.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class Engine:
         prompts: Sequence[Prompt],
         options: Options = None,
         runner: Runner | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         rows_options = _options_per_row(options, len(prompts))
         _check_vocabulary(model, tokenizer)
         shared = rows_options[0] if rows_options else GenerationOptions()
         self._depth = Depth(**depth_keywords(model, shared.depth, shared.halt_threshold, shared.exit))
-        context = model.config.context
+        context = model.sequence_limit
         self._model, self._runner = model, runner or Runner(model)
         self._rows = [
             Row(index, _prompt_ids(prompt, tokenizer, context), row_options, tokenizer, context)
@@ -50,9 +53,9 @@ class Engine:
         sampler = Sampler(rows_options, next(model.parameters()).device)
         self._seeds = list(sampler.seeds)
         self._active = [row for row in self._rows if not row.finish_reason]  # one per row of the decoder
-        self._decoder = self._new_decoder(sampler, shared) if self._active else None
+        self._decoder = self._new_decoder(sampler, shared, cache) if self._active else None
 
-    def _new_decoder(self, sampler: Sampler, shared: GenerationOptions) -> Decoder:
+    def _new_decoder(self, sampler: Sampler, shared: GenerationOptions, cache: KVCache | None) -> Decoder:
         sampler.select(torch.tensor([row.index for row in self._active]))
         prompts = [row.fed_ids for row in self._active]
         depth = self._depth
@@ -64,7 +67,7 @@ class Engine:
         policy = parse_cache_policy(shared.cache_policy)
         room: dict[str, Any] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk, "policy": policy}
         if shared.draft is None:
-            return Cached(self._runner, prompts, sampler, depth, **room)
+            return Cached(self._runner, prompts, sampler, depth, cache=cache, **room)
         draft = DraftOptions(None if shared.draft == "auto" else shared.draft, shared.draft_tokens)
         return Drafting(self._runner, prompts, sampler, depth, draft=draft, **room)
 

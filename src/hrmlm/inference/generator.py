@@ -99,6 +99,8 @@ class CompiledRunner(Runner):
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
+        if model.carries_state:
+            raise UserError("this model writes a memory between tokens, and such steps cannot be compiled")
         if model.learns_depth:
             raise UserError("this model decides its depth token by token, and such steps cannot be compiled")
         compilers = [os.environ.get("CXX"), "g++", "clang++"]

@@ -146,12 +146,13 @@ class RecurrentConfig(ModelConfig):
 class ModelOutput:
     """logits (B, L, V) in float32, or (B, 1, V) where one position was asked for; stats per application, if asked;
     steps_BL: outer steps each position took, of models that decide it themselves; halting_logits_B2: last halt and
-    continue logits, where whole sequences decide."""
+    continue logits, where whole sequences decide; state: what the next call may go on from, if a state was given."""
 
     logits: Tensor
     stats: list[ApplicationStats] | None = None
     steps_BL: Tensor | None = None
     halting_logits_B2: Tensor | None = None
+    state: KVCache | None = None
 
 
 @dataclass
@@ -170,6 +171,21 @@ class PartialLoss:
     counted: bool = True
     depth: int = 0
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def cross_entropy(logits_BLV: Tensor, batch: Batch) -> Tensor:
+    """Nats of all targets of a batch together."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def distance_to_teacher(logits_BLV: Tensor, batch: Batch) -> Tensor:
+    """Kullback-Leibler divergence of the prediction from the teacher's, both at the teacher's temperature, in nats,
+    summed over the positions with a target (Hinton et al. 2015)."""
+    assert batch.soft is not None
+    scored_BL = batch.targets_BL != IGNORE
+    theirs_NV = (batch.soft.logits_BLV[scored_BL].float() / batch.soft.temperature).log_softmax(-1)
+    ours_NV = (logits_BLV[scored_BL] / batch.soft.temperature).log_softmax(-1)
+    return F.kl_div(ours_NV, theirs_NV, log_target=True, reduction="sum")
 
 
 @contextmanager
@@ -215,6 +231,16 @@ class LanguageModel(nn.Module, ABC):
     def is_rotary(self) -> bool:
         """Whether positions turn queries and keys."""
         return True
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether a state of constant size stands for the text so far, instead of keys and values of all of it."""
+        return False
+
+    @property
+    def sequence_limit(self) -> int:
+        """The most tokens a sequence may have."""
+        return self.config.context
 
     @property
     @abstractmethod
@@ -325,6 +351,21 @@ class LanguageModel(nn.Module, ABC):
         if depth < 1:
             raise UserError(f"depth {depth} is not possible; the model was trained at depth {self.trained_depth}")
 
+    def attended(self, length: int) -> tuple[float, float]:
+        """Keys per query in the applications of a sequence: those it may see, on average, and those in a product that
+        does not know of causality."""
+        return (length + 1) / 2, float(length)
+
+    def extra_flops(self, length: int, depth: int, training: bool) -> tuple[float, float]:
+        """FLOPs per token outside the applications and the head: of products with weights, and of attention."""
+        return 0.0, 0.0
+
+    def cached_values(self, length: int, depth: int) -> int:
+        """Numbers that decoding keeps of a sequence."""
+        applications = [self.get_submodule(item.module) for item in self.schedule(depth)]
+        parts = [part for module in applications for part in module.modules() if isinstance(part, Attention)]
+        return length * sum(2 * part.n_kv_heads * part.head_dim for part in parts)
+
     def init_weights(self) -> None:
         """Matrices from N(0, 0.02²), repeated ones from N(0, (0.02/√M)²); gains 1, biases 0."""
         repeated = {id(p) for module in self.repeated_modules() for p in module.parameters()}
@@ -353,6 +394,7 @@ class LanguageModel(nn.Module, ABC):
         tokens_BL: Tensor,
         *,
         cache: KVCache | None = None,
+        state: KVCache | None = None,
         lengths_B: Tensor | None = None,
         read_B: Tensor | None = None,
         depth: int | None = None,
@@ -363,6 +405,8 @@ class LanguageModel(nn.Module, ABC):
         """Logits of the next token at every position.
 
         tokens_BL: ids; with `cache` the continuation of what each row has cached, and the cache grows by it.
+        state: like a cache, but left as it is: the output has the new one (models that carry a state; the first is
+        `new_state(rows)`).
         lengths_B: how many of the L tokens of each row are real, the rest being padding on the right (None: all).
         read_B: read the logits at this one position of each row only. depth: run so many cycles, steps or layers.
         halt_threshold: sum of halting probabilities that stops a position (None: as trained; learned halting only).
@@ -376,6 +420,10 @@ class LanguageModel(nn.Module, ABC):
             self.check_threshold(halt_threshold, depth)
         if exit is not None:
             self.check_exit(depth, halt_threshold)
+        if state is not None:
+            if cache is not None:
+                raise UserError("cache and state exclude each other; give one of them")
+            cache = self.continued(state)
         if cache is not None:
             self.check_cache_policy(cache.policy, depth, exit)
         call = self.prepare(tokens_BL, cache=cache, lengths_B=lengths_B, depth=depth)
@@ -390,7 +438,19 @@ class LanguageModel(nn.Module, ABC):
                 raise UserError(f"read_B holds positions outside the {tokens_BL.shape[1]} tokens of this call")
             rows_B = torch.arange(last_BLD.shape[0], device=last_BLD.device)
             last_BLD = last_BLD[rows_B, read_B.to(last_BLD.device)][:, None]
-        return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL, call.q_B2)
+        new_state = None if state is None else cache
+        return ModelOutput(self.readout(last_BLD), call.stats, call.steps_BL, call.q_B2, new_state)
+
+    def new_state(self, batch_size: int, depth: int | None = None) -> KVCache:
+        """The state before any token, for `forward(state=…)`. Raises: UserError for models that carry none."""
+        raise UserError(
+            f"a {self.config.family} model keeps all of its text and has no state of constant size; "
+            "use cache=model.new_cache(rows, length)"
+        )
+
+    def continued(self, state: KVCache) -> KVCache:
+        """A cache with the contents of a state. Raises: UserError as `new_state`."""
+        return self.new_state(len(state.lengths_B))
 
     def check_threshold(self, halt_threshold: float, depth: int | None) -> None:
         """Raises: UserError if the model cannot stop its positions at this sum of halting probabilities."""
@@ -455,14 +515,18 @@ class LanguageModel(nn.Module, ABC):
                 raise UserError(f"token id {bad} is outside the model's vocabulary of {self.config.vocab_size}")
         new_B = L if lengths_B is None else lengths_B.cpu()
         longest = L if cache is None else int((cache.lengths_B + new_B).max())
-        if longest > self.config.context:
+        if longest > self.sequence_limit:
             raise UserError(
-                f"a sequence of {longest} tokens is longer than the model's context of {self.config.context}"
+                f"a sequence of {longest} tokens is longer than the model's context of {self.sequence_limit}"
             )
-        head_dim = self.config.d_model // self.config.heads
-        call = prepare_call(B, L, head_dim, self.config.rope_theta, tokens_BL.device, cache)
+        call = self.new_call(B, L, tokens_BL.device, cache)
         call.truncate_gradient, call.lengths_B, call.is_rotary = self.training, lengths_B, self.is_rotary
         return call
+
+    def new_call(self, batch_size: int, length: int, device: torch.device, cache: KVCache | None) -> ForwardCall:
+        """What the applications of one forward pass share."""
+        head_dim = self.config.d_model // self.config.heads
+        return prepare_call(batch_size, length, head_dim, self.config.rope_theta, device, cache)
 
     @staticmethod
     def _check_cache(cache: KVCache, schedule: list[Application], shape: torch.Size, lengths_B: Tensor | None) -> None:
@@ -482,14 +546,15 @@ class LanguageModel(nn.Module, ABC):
         if lengths_B is not None and (int(lengths_B.min()) < 0 or int(lengths_B.max()) > shape[1]):
             raise UserError(f"lengths_B holds numbers outside 0..{shape[1]}, the tokens of this call")
 
-    def check_training(self) -> None:
-        """Raises: UserError if this model cannot be trained."""
+    def check_training(self, window: int | None = None) -> None:
+        """Raises: UserError if this model cannot be trained, on windows of so many tokens where that is known."""
         self.schedule()
 
-    def losses(self, batch: Batch, rng: random.Random | None = None) -> Iterator[PartialLoss]:
+    def losses(self, batch: Batch, rng: random.Random | None = None, progress: float = 1.0) -> Iterator[PartialLoss]:
         """Partial losses of a training step, one per supervision pass, each with its own graph.
 
-        rng: decides exit sampling (None: always the full depth).
+        rng: decides exit sampling (None: always the full depth). progress: share of the training that is done, for
+        what a family changes on the way.
         """
         depth = self._training_depth(rng)
         call = self._begin(batch.inputs_BL, None, None)
@@ -497,18 +562,43 @@ class LanguageModel(nn.Module, ABC):
         offset = self._prepare_early(call, rng) if depth == self.trained_depth else 0
         self.prepare_training(call, rng)
         for index, state_BLD in enumerate(self.states(batch.inputs_BL, call)):
-            logits_BLV = self.readout(state_BLD)
-            nats = F.cross_entropy(
-                logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-            penalty, extra = self.penalties(call, batch.targets_BL != IGNORE)
-            if call.early_BLD is not None:
-                scored_BL, every = batch.targets_BL != IGNORE, self.config.exit_every
-                apart = divergence(self.readout, call.early_BLD, logits_BLV, scored_BL, every, offset)
-                penalty = penalty + self.config.exit_weight * apart
-                extra = {**extra, "exit_divergence": apart.detach()}
             is_last = index == self.n_passes - 1
-            yield PartialLoss(nats + penalty, nats.detach(), batch.n_targets, counted=is_last, depth=depth, extra=extra)
+            yield self.partial_loss(state_BLD, batch, call, depth, counted=is_last, early_offset=offset)
+
+    def partial_loss(
+        self,
+        state_BLD: Tensor,
+        batch: Batch,
+        call: ForwardCall,
+        depth: int,
+        counted: bool = True,
+        early_offset: int = 0,
+    ) -> PartialLoss:
+        """The loss of one readout state of training: cross-entropy, a teacher's part, the family's penalties."""
+        logits_BLV = self.readout(state_BLD)
+        nats = cross_entropy(logits_BLV, batch)
+        objective, extra = nats, {}
+        if batch.soft is not None:
+            distance = distance_to_teacher(logits_BLV, batch)
+            weight = batch.soft.weight
+            objective = (1 - weight) * nats + weight * batch.soft.temperature**2 * distance
+            extra["distillation"] = distance.detach()
+        scored_BL = batch.targets_BL != IGNORE
+        penalty, sums = self.penalties(call, scored_BL)
+        if call.early_BLD is not None:
+            every = self.config.exit_every
+            apart = divergence(self.readout, call.early_BLD, logits_BLV, scored_BL, every, early_offset)
+            penalty = penalty + self.config.exit_weight * apart
+            extra["exit_divergence"] = apart.detach()
+        return PartialLoss(objective + penalty, nats.detach(), batch.n_targets, counted, depth, {**extra, **sums})
+
+    def monitors(self) -> dict[str, Any]:
+        """What a family has seen in the training passes since the last call, by name, for the record."""
+        return {}
+
+    def complaints(self, now: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
+        """Warnings by kind from what `monitors` gave: lately, and soon after the warm-up."""
+        return {}
 
     def prepare_training(self, call: ForwardCall, rng: random.Random | None) -> None:
         """What a family decides at random before a training forward pass."""

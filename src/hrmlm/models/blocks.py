@@ -159,11 +159,19 @@ def prepare_call(
 ) -> ForwardCall:
     """Positions, rotation tables and mask for `length` new tokens in each of `batch_size` rows."""
     if cache is None:
-        positions_BL = torch.arange(length)[None]
-        mask_B1LP, is_causal = None, True
-        place = Placement(positions_BL.expand(batch_size, length), length)
+        place = Placement(torch.arange(length).expand(batch_size, length), length)
     else:
         place = Placement.of(cache.reserve(length), device)
+    return call_at(place, head_dim, theta, device, cache)
+
+
+def call_at(place: Placement, head_dim: int, theta: float, device: torch.device, cache: KVCache | None) -> ForwardCall:
+    """`prepare_call` for new tokens that stand at given places; without a cache at 0, 1, 2, …"""
+    length = place.positions_BL.shape[1]
+    if cache is None:
+        positions_BL = place.positions_BL[:1]
+        mask_B1LP, is_causal = None, True
+    else:
         start, is_uniform = place.end - length, place.index_L is not None
         is_causal = is_uniform and start == 0
         positions_BL = place.positions_BL[:1] if is_uniform else place.positions_BL

@@ -208,16 +208,16 @@ class CosmicFish(AdaptiveModel):
         call.running_BL, call.steps_BL = None, steps_B[:, None].expand(x_BLD.shape[:2])
         return H_BLD
 
-    def check_training(self) -> None:
+    def check_training(self, window: int | None = None) -> None:
         """See LanguageModel.check_training. Raises: UserError with halting "sequence"."""
-        super().check_training()
+        super().check_training(window)
         if self.config.halting == "sequence":
             raise UserError("halting 'sequence' gives its head no gradient and is not trained; use halting: token")
 
-    def losses(self, batch: Any, rng: random.Random | None = None) -> Iterator[Any]:
+    def losses(self, batch: Any, rng: random.Random | None = None, progress: float = 1.0) -> Iterator[Any]:
         """See LanguageModel.losses. Raises: UserError with halting "sequence"."""
         self.check_training()
-        return super().losses(batch, rng)
+        return super().losses(batch, rng, progress)
 
     def check_exit(self, depth: int | None = None, halt_threshold: float | None = None) -> None:
         """See LanguageModel.check_exit. Raises: UserError with halting "sequence"."""

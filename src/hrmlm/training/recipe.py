@@ -75,14 +75,26 @@ class TrainingConfig(StrictConfig):
     init_from: str | None = None
 
 
+class DistillationConfig(StrictConfig):
+    """Learning from a teacher besides the text (Hinton et al. 2015). teacher: checkpoint or run of any family, trained
+    with the tokenizer of the data; temperature: of both distributions that are compared; weight: share of the
+    teacher in the objective, the rest is the text's."""
+
+    teacher: str
+    temperature: PositiveFloat = 2.0
+    weight: Fraction = 0.5
+
+
 class Recipe(StrictConfig):
-    """A training run: `model` (settings of a family), `data`, `training`, `optimizer`, `schedule`."""
+    """A training run: `model` (settings of a family), `data`, `training`, `optimizer`, `schedule`, and `distillation`
+    where there is a teacher."""
 
     model: dict[str, Any]
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    distillation: DistillationConfig | None = None
 
     @model_validator(mode="after")
     def _check_model(self) -> "Recipe":
@@ -199,7 +211,9 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if isinstance(value, str):
         value = _number(value)
     for part in parts[:-1]:
-        if not isinstance(settings.setdefault(part, {}), dict):
+        if settings.get(part) is None:
+            settings[part] = {}
+        if not isinstance(settings[part], dict):
             raise UserError(f"override {override!r}: {part} is a value, not a section")
         settings = settings[part]
     settings[parts[-1]] = value
@@ -220,6 +234,7 @@ def _where(key: str, model: Any) -> str:
         "training": TrainingConfig,
         "optimizer": OptimizerConfig,
         "schedule": ScheduleConfig,
+        "distillation": DistillationConfig,
         "model": type(model_config(model)),
     }
     homes = {field: f"{name}.{field}" for name, section in sections.items() for field in section.model_fields}

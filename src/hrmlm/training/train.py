@@ -19,6 +19,7 @@ from hrmlm.checkpoint import (
     WEIGHTS,
     Checkpoint,
     NotFiniteError,
+    load_model,
     load_weights,
     read_tensors,
     save_checkpoint,
@@ -155,9 +156,41 @@ class _Session:
     def _new_trainer(self) -> Trainer:
         torch.manual_seed(self.recipe.training.seed)
         model = build_model(self.config)
-        model.check_training()  # before anything is written
+        model.check_training(self.recipe.window)  # before anything is written
         workers = self.recipe.data.workers
-        return Trainer(self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers))
+        teacher, weights = self._open_teacher(model)
+        trainer = Trainer(
+            self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers), teacher
+        )
+        trainer.progress.teacher = weights
+        return trainer
+
+    def _open_teacher(self, student: LanguageModel) -> tuple[LanguageModel | None, str | None]:
+        """The teacher of the recipe and the hash of its weights. Raises: UserError for one that cannot teach this."""
+        settings = self.recipe.distillation
+        if settings is None:
+            return None, None
+        source = resolve_checkpoint(settings.teacher)
+        ours = self.data.tokenizer.fingerprint
+        if source.tokenizer_fingerprint != ours:
+            theirs = source.tokenizer_fingerprint or "none"
+            raise UserError(
+                f"distillation.teacher {source.path} has tokenizer {theirs} and {self.recipe.data.path} was prepared "
+                f"with {ours}: a student learns from a teacher of the same tokenizer"
+            )
+        teacher = load_model(source)
+        if teacher.config.n_predicted != student.config.n_predicted:
+            raise UserError(
+                f"distillation.teacher {source.path} predicts {teacher.config.n_predicted} ids and the student "
+                f"{student.config.n_predicted}"
+            )
+        if teacher.sequence_limit < self.recipe.window:
+            raise UserError(
+                f"distillation.teacher {source.path} reads at most {teacher.sequence_limit} tokens and the training "
+                f"windows have {self.recipe.window}; set data.window={teacher.sequence_limit} or less"
+            )
+        self.notes.append(f"teacher {source.path}, {teacher.config.family}")
+        return teacher, source.files[WEIGHTS]["sha256"]
 
     def _open_metrics(self) -> None:
         self.metrics = Metrics(self.run.metrics, open_trackers(self.recipe.training.trackers, self.run.path))
@@ -203,7 +236,13 @@ class _Session:
         changes = self._check_changes(checkpoint)
         self.trainer = self._new_trainer()
         load_weights(self.trainer.model, checkpoint.path / WEIGHTS)
+        teacher = self.trainer.progress.teacher
         self.trainer.progress = _progress_of(checkpoint)
+        if self.trainer.progress.teacher != teacher:
+            raise UserError(
+                f"distillation.teacher is not the one the run was started with; give that one again, or start a new "
+                f"run with training.init_from={checkpoint.path}"
+            )
         self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER), str(checkpoint.path / OPTIMIZER))
         self._restore_record(checkpoint.step, self.trainer.progress)
         self.run.write_recipe(self.recipe)
@@ -307,6 +346,7 @@ class _Session:
             batches_without_targets=self.trainer.progress.batches_without_targets,
             tokens_per_second=round(tokens_per_second, 1),
             **depth.per_target(result.extra, result.targets),
+            **result.monitors,
         )
         self.reporter.step(result, tokens_per_second)
 
@@ -326,6 +366,8 @@ class _Session:
         steps = depth.of_evaluation(report.steps)
         self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
         self._warn_once(depth.KIND, depth.constant_depth(model, report.steps))
+        for kind, message in self._complaints().items():
+            self._warn_once(kind, message)
         mean_steps = None if report.steps is None else report.steps.mean
         self.reporter.evaluation(progress.step, loss, bits, is_best, mean_steps)
         progress.last_evaluation = (progress.step, loss, bits)
@@ -333,6 +375,12 @@ class _Session:
             progress.best_loss, progress.best_step = loss, progress.step
             self._save()
             self.run.mark_best(progress.step, loss)
+
+    def _complaints(self) -> dict[str, str]:
+        """What the family has to say about its monitors: now, against the first step after the warm-up."""
+        lines = [line for line in read_metrics(self.run.metrics) if line["event"] == "step"]
+        settled = [line for line in lines if line["step"] > self.trainer.rates.warmup]
+        return self.trainer.model.complaints(lines[-1], settled[0]) if settled else {}
 
     def _warn_once(self, kind: str, message: str | None) -> None:
         """Tell a warning on standard error and in the record, unless the record has one of its kind already."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hrmlm.data.batch import Batch
+from hrmlm.data.batch import Batch, SoftTargets
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
 from hrmlm.models.blocks import Block
@@ -36,7 +36,8 @@ class TrainingDiverged(RuntimeError):
 @dataclass
 class StepResult:
     """What one optimizer step did. nats: summed cross-entropy of `targets` tokens; norm: of the gradient, before it was
-    clipped; extra: further sums by name; tokens: read by the model; depth: cycles or steps run; updated: False where
+    clipped; extra: further sums by name; monitors: what the family watches; tokens: read by the model; depth: cycles or
+    steps run; updated: False where
     there was no target in the whole step."""
 
     step: int
@@ -49,6 +50,7 @@ class StepResult:
     seconds: float
     updated: bool = True
     extra: dict[str, float] = field(default_factory=dict)
+    monitors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -66,7 +68,7 @@ class Progress:
     """Where a run stands; all of it is saved.
 
     batches_without_targets: micro-batches that had nothing to learn from; best_loss, best_step: of the lowest
-    validation loss; last_evaluation: step, nats per token, bits per byte.
+    validation loss; last_evaluation: step, nats per token, bits per byte; teacher: hash of the teacher's weights.
     """
 
     step: int = 0
@@ -75,6 +77,7 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     last_evaluation: tuple[int, float, float | None] | None = None
+    teacher: str | None = None
 
 
 def derived_seed(*parts: int) -> int:
@@ -103,14 +106,22 @@ def _check_optimizer_state(parameters: dict[str, nn.Parameter], tensors: dict[st
 class Trainer:
     """Model, optimizer and schedule of a run, one step at a time.
 
-    batches: a function (start, stop) → micro-batches of these global indices, in order.
+    batches: a function (start, stop) → micro-batches of these global indices, in order. teacher: of the recipe's
+    distillation.
     """
 
-    def __init__(self, recipe: Recipe, model: LanguageModel, batches: Callable[[int, int], Iterable[Batch]]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: LanguageModel,
+        batches: Callable[[int, int], Iterable[Batch]],
+        teacher: LanguageModel | None = None,
+    ) -> None:
         self.recipe, self.config = recipe, recipe.training
         self.device = torch.device(self.config.device)
         self.model = model.to(self.device).train()
         self.batches = batches
+        self.teacher = None if teacher is None else teacher.to(self.device).eval()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.rates = LearningRate.of(recipe.schedule, recipe.optimizer.lr, self.config.steps, model)
         self.max_norm = recipe.optimizer.clip * model.gradient_share
@@ -163,9 +174,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for index, batch in enumerate(micro_batches):
             if targets[index]:
-                self._backward(step, index, batch.to(self.device), sum(targets), result)
+                batch = batch.to(self.device)
+                batch.soft = self._soft_targets(batch)
+                self._backward(step, index, batch, sum(targets), result)
         if sum(targets):
             self._update(result)
+        result.monitors = self.model.monitors()
         result.updated = sum(targets) > 0
         self.progress.step = step
         self.progress.tokens += result.tokens
@@ -175,7 +189,7 @@ class Trainer:
     def _backward(self, step: int, index: int, batch: Batch, total_targets: int, result: StepResult) -> None:
         torch.manual_seed(derived_seed(self.config.seed, step, index))  # dropout
         rng = random.Random(derived_seed(self.config.seed, step))  # depth: the same for all micro-batches of a step
-        losses = self.model.losses(batch, rng)
+        losses = self.model.losses(batch, rng, (step - 1) / self.config.steps)
         while True:
             with self._autocast():
                 part = next(losses, None)
@@ -191,6 +205,15 @@ class Trainer:
                 result.targets += part.n_targets
                 for name, value in part.extra.items():
                     result.extra[name] = result.extra.get(name, 0.0) + float(value)
+
+    def _soft_targets(self, batch: Batch) -> SoftTargets | None:
+        """What the teacher says about a batch."""
+        settings = self.recipe.distillation
+        if self.teacher is None or settings is None:
+            return None
+        with torch.no_grad(), self._autocast():
+            logits_BLV = self.teacher(batch.inputs_BL).logits
+        return SoftTargets(logits_BLV, settings.temperature, settings.weight)
 
     def _update(self, result: StepResult) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
