@@ -21,6 +21,7 @@ Prints cards for people; the last line is JSON for programs.
 """
 
 import argparse
+import gc
 import json
 import platform
 import resource
@@ -121,6 +122,8 @@ def run(options: Options, console: Console) -> None:
             for context in options.contexts:
                 case = Case(options, width, batch, context)
                 result["cases"].append(show_case(console, case, case.run()))
+                case.calls.clear()  # these hold the models
+                gc.collect()
     if options.checkpoint:
         result["drafting"] = drafting(options, console)
     result["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
