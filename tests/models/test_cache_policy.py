@@ -14,7 +14,7 @@ from tests.families import FAMILIES
 from tests.models.cache_policy_reference import reference
 from tests.models.helpers import build, lively_model, random_tokens
 
-SHARING = [name for name in FAMILIES if build(name).cycle_slots is not None]
+SHARING = [name for name in FAMILIES if build(name).cycle_slots is not None and not build(name).carries_state]
 POLICIES = ["full", "first", "last", "every:2", "every:3"]
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_family = pytest.mark.parametrize("family", SHARING)

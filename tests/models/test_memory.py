@@ -12,6 +12,7 @@ from torch import Tensor
 from hrmlm.data.batch import IGNORE, Batch
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel, build_model
+from hrmlm.models.cache_policy import parse_cache_policy
 from hrmlm.models.memory import MemoryState
 from hrmlm.training.recipe import load_recipe, recipe_names
 from tests.families import FAMILIES
@@ -361,6 +362,14 @@ def test_states_of_others_are_refused() -> None:
         model(random_tokens(model, 1, 3), state=model.new_state(2))
     with pytest.raises(UserError, match="exclude each other"):
         model(random_tokens(model, 1, 3), state=model.new_state(1), cache=model.new_cache(1, 4))
+
+
+def test_exit_rules_and_cache_policies_are_refused() -> None:
+    model = build(ANY)
+    with pytest.raises(UserError, match="segment by segment; give a depth"):
+        model.check_exit()
+    with pytest.raises(UserError, match="cache policy first saves nothing here"):
+        model.new_cache(1, 4, policy=parse_cache_policy("first"))
 
 
 def test_windows_of_one_segment_are_not_trained() -> None:

@@ -455,6 +455,13 @@ class MemoryHRM(AdaptiveModel):
 
     # State
 
+    def check_exit(self, depth: int | None = None, halt_threshold: float | None = None) -> None:
+        """See LanguageModel.check_exit. Raises: UserError always."""
+        raise UserError(
+            "exit rules look at the iterations of a whole text, and this model reads it segment by segment; give a "
+            "depth, or train it with halting: token"
+        )
+
     def check_cache_policy(self, policy: CachePolicy, depth: int | None = None, exit: ExitRule | None = None) -> None:
         """See LanguageModel.check_cache_policy: every iteration keeps what it has of the unfinished segment."""
         if not policy.is_exact:
