@@ -337,7 +337,7 @@ def generate(
         "halt_threshold": halt_threshold,
         "exit": exit,
         "cache_policy": cache_policy,
-        "draft": int(draft) if draft and draft.isdecimal() else draft,
+        "draft": int(draft) if draft and draft.isascii() and draft.isdecimal() and len(draft) < 10 else draft,
         "draft_tokens": draft_tokens,
     }
     options = GenerationOptions.parse(settings, "generate")

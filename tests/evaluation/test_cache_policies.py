@@ -93,7 +93,7 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     result = probe(model, speeds=lambda runs: decode_speeds(model, BYTES.encode(TEXT), runs, seconds=0.01))
     console = Console(record=True, width=120, file=SimpleNamespace(write=lambda text: None, flush=lambda: None))
     show(result, console)
-    for words in ("full (exact)", "first", "last", "bytes/token", "tokens/s"):
+    for words in ("full (exact)", "first", "last", "+nats", "tokens/s"):
         assert words in (text := console.export_text(clear=False)), text
     assert write(result, tmp_path / "out").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((tmp_path / "out" / "cache.json").read_text())

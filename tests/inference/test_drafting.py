@@ -285,4 +285,4 @@ def test_shares_of_a_step_sum_to_one(family: str) -> None:
 def test_models_that_carry_a_state_do_not_draft() -> None:
     family = next(name for name in FAMILIES if small_model(name).carries_state)
     with pytest.raises(UserError, match="replaces it by a memory"):
-        generate(small_model(family), BYTES, "x", greedy(5, draft="1"))
+        generate(small_model(family), BYTES, "x", greedy(5, draft=1))

@@ -1,5 +1,7 @@
 """Packed weights, compiled steps, precisions, and the generator that holds them."""
 
+import copy
+
 import pytest
 import torch
 
@@ -64,6 +66,67 @@ def test_packing_twice_and_mistakes_leave_the_model_as_it_was() -> None:
     double = small_model("hrm_lm").double()
     with packed(double):
         assert double.packed_head is None, "float64 cannot be packed and runs as it is"
+
+
+@needs_packing
+@each_family
+def test_autocast_reads_plain_weights(family: str) -> None:
+    """oneDNN's packed product takes the precision it was packed for; autocast asks for another one."""
+    model = small_model(family)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Generator(model, BYTES) as generator:
+        assert len(generator.generate(["abc"], greedy(4))[0].ids) == 4
+
+
+@needs_packing
+def test_weights_that_changed_are_packed_anew() -> None:
+    """Also where an abandoned stream still holds the model packed; and a copy of a packed model is not packed."""
+    model = small_model("universal")
+    stream = Generator(model, BYTES).stream("abc", greedy(20))
+    with packed(model):
+        next(stream)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.3)
+        while_packed = generate(model, BYTES, ["abc"], greedy(12))[0].ids
+        copied = copy.deepcopy(model)
+        assert copied.packed_head is None
+        assert copied.block.mlp.down.packed is None
+    assert generate(model, BYTES, ["abc"], greedy(12))[0].ids == while_packed
+    assert generate(copied, BYTES, ["abc"], greedy(12))[0].ids == while_packed
+
+
+@each_family
+def test_an_interrupted_generation_does_not_go_on_with_another_text(
+    family: str,
+) -> None:
+    model = small_model(family)
+    engine = Generator(model, BYTES).engine(["abc"], greedy(8))
+    engine.step()
+    readout = model.readout
+
+    def interrupt(*args: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    model.readout = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    model.readout = readout
+    with pytest.raises(UserError, match="interrupted"):
+        engine.step()
+
+
+def test_impossible_options_are_refused_without_tokens_too() -> None:
+    model = small_model("universal")
+    for options in ({"draft": 99}, {"draft": 1, "cache": False}):
+        with pytest.raises(UserError):
+            generate(model, BYTES, "x", greedy(0, **options))
+    with pytest.raises(UserError, match="first"):
+        generate(small_model("transformer"), BYTES, "x", greedy(0, cache_policy="first"))
+    for wrong in (0, -1, True, "AUTO", "", 1.5):
+        with pytest.raises(UserError, match="number of cycles from 1 on"):
+            GenerationOptions.parse({"draft": wrong}, "generate")
+    with pytest.raises(UserError, match="-1"):
+        model.new_cache(1, 4).crop(-1)
 
 
 @each_family

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hrmlm.errors import UserError
 from hrmlm.evaluation.picture import pyplot
 from hrmlm.evaluation.report import LossReport
-from hrmlm.evaluation.speed import Run, Speed
+from hrmlm.evaluation.speed import Run, Speed, note
 from hrmlm.files import write_json
 from hrmlm.models.base import LanguageModel
 from hrmlm.models.cache_policy import FULL, CachePolicy, parse_cache_policy
@@ -117,7 +117,7 @@ def show(probe: CacheProbe, console: "Console") -> None:
     split = f" ({first.split})" if first.split else ""
     table = Table(title=escape(f"Cache policies on {first.data_path or first.data}{split}"), title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for column in ("bytes/token", "nats/token", "more", "bits/byte", "more", "tokens/s"):
+    for column in ("bytes", "nats", "+nats", "bits/byte", "+bits", "tokens/s"):
         table.add_column(column, justify="right")
     for point in probe.points:
         table.add_row(
@@ -129,12 +129,13 @@ def show(probe: CacheProbe, console: "Console") -> None:
                 "undefined" if value is None else f"{value:{form}}"
                 for value, form in ((point.report.bits_per_byte, ".4f"), (probe.bits_more(point), "+.4f"))
             ),
-            "-" if point.speed is None else f"{point.speed.tokens_per_second:,.1f}",
+            "-" if point.speed is None else str(point.speed),
         )
     console.print(table)
     console.print(
-        f"{first.tokens:,} tokens read through each cache, window {first.window}, stride {first.stride}; bytes are "
-        "those allocated for keys and values of one token; tokens/s: one row."
+        f"{first.tokens:,} tokens read through each cache, window {first.window}, stride {first.stride}; bytes: "
+        "allocated for keys and values of one token; nats per token; +: more than with the full cache."
+        + note([point.speed for point in probe.points])
     )
 
 

@@ -9,7 +9,7 @@ from hrmlm.errors import UserError
 from hrmlm.evaluation.agreement import Agreement, show_agreements
 from hrmlm.evaluation.picture import pyplot
 from hrmlm.evaluation.report import LossReport
-from hrmlm.evaluation.speed import Run, Speed
+from hrmlm.evaluation.speed import Run, Speed, note
 from hrmlm.files import write_json
 from hrmlm.models.base import LanguageModel
 from hrmlm.steps import depth_keywords
@@ -204,12 +204,13 @@ def show(probe: DepthProbe, console: "Console") -> None:
             "undefined" if bits is None else f"{bits:.4f}",
             f"{point.mean_steps:.2f}",
             f"{point.applications:.1f}",
-            "-" if point.speed is None else f"{point.speed.tokens_per_second:,.1f}",
+            "-" if point.speed is None else str(point.speed),
         )
     console.print(table)
     console.print(
         f"{first.tokens:,} tokens, window {first.window}, stride {first.stride}; trained depth {probe.trained_depth}; "
-        "steps and block calls are those that cached decoding executes, counted token by token; tokens/s: one row."
+        "steps and block calls are those that cached decoding executes, counted token by token."
+        + note([point.speed for point in probe.points])
     )
     found = {point.depth: point.agreement for point in probe.points if point.depth and point.agreement}
     if found:

@@ -27,6 +27,7 @@ from hrmlm.steps import depth_keywords
 
 WARM_UP = 4
 MOST_TOKENS = 64
+FEW_TOKENS = 8
 ROUNDS = 5
 MOST_IDS = 256
 """The beginning of a text that is looked at."""
@@ -55,9 +56,25 @@ class Speed:
     context: int
     cycles: float
 
+    def __str__(self) -> str:
+        """For people: the rate and how far the rounds lie apart."""
+        return f"{self.tokens_per_second:,.1f} ±{self.spread / 2:.0%}"
+
     def to_dict(self) -> dict[str, Any]:
         """As values for JSON."""
         return vars(self)
+
+
+def note(speeds: Sequence[Speed | None]) -> str:
+    """What people must know about the rates of a table: over how many tokens, and whether that is enough to compare."""
+    measured = [speed for speed in speeds if speed is not None]
+    if not measured:
+        return ""
+    first = measured[0]
+    text = f" tokens/s: one row, {first.tokens} tokens in each of {first.rounds} rounds, ± half their spread."
+    if first.tokens < FEW_TOKENS:
+        text += " So few tokens say little: give a larger --seconds."
+    return text
 
 
 class Dictated(Sampler):

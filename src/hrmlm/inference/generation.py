@@ -10,7 +10,7 @@ import torch
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
 from hrmlm.inference.decoding import Cached, Decoder, Depth, Drawn, Recomputing, Runner
-from hrmlm.inference.drafting import Drafting, DraftOptions
+from hrmlm.inference.drafting import Drafting, DraftOptions, check_drafting
 from hrmlm.inference.rows import Completion, GenerationOptions, Row, TokenEvent
 from hrmlm.inference.sampling import Sampler
 from hrmlm.models.base import LanguageModel, evaluating
@@ -44,6 +44,12 @@ class Engine:
         _check_vocabulary(model, tokenizer)
         shared = rows_options[0] if rows_options else GenerationOptions()
         self._depth = Depth(**depth_keywords(model, shared.depth, shared.halt_threshold, shared.exit))
+        self._draft = _draft_options(shared)
+        self._policy = parse_cache_policy(shared.cache_policy)
+        if self._draft is not None:
+            check_drafting(model, self._draft, self._depth)
+        model.check_cache_policy(self._policy, self._depth.depth, self._depth.exit)
+        self._interrupted = False
         context = model.sequence_limit
         self._model, self._runner = model, runner or Runner(model)
         self._rows = [
@@ -60,16 +66,12 @@ class Engine:
         prompts = [row.fed_ids for row in self._active]
         depth = self._depth
         if not shared.cache:
-            if shared.draft is not None:
-                raise UserError("drafting needs the cache: it goes on from states whose keys and values are kept there")
             return Recomputing(self._runner, prompts, sampler, depth)
         longest = max(len(row.fed_ids) + row.limit - 1 for row in self._active)
-        policy = parse_cache_policy(shared.cache_policy)
-        room: dict[str, Any] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk, "policy": policy}
-        if shared.draft is None:
+        room: dict[str, Any] = {"max_length": longest, "prefill_chunk": shared.prefill_chunk, "policy": self._policy}
+        if self._draft is None:
             return Cached(self._runner, prompts, sampler, depth, cache=cache, **room)
-        draft = DraftOptions(None if shared.draft == "auto" else shared.draft, shared.draft_tokens)
-        return Drafting(self._runner, prompts, sampler, depth, draft=draft, **room)
+        return Drafting(self._runner, prompts, sampler, depth, draft=self._draft, **room)
 
     @property
     def decides_depth(self) -> bool:
@@ -88,8 +90,15 @@ class Engine:
 
     @torch.no_grad()  # not inference_mode: tables that a model keeps from here must stay usable in training
     def step(self) -> list[TokenEvent]:
-        """New tokens for every row that is still going, in the order of the prompts; one each, or as drafts hold."""
-        assert self._decoder is not None
+        """New tokens for every row that is still going, in the order of the prompts; one each, or as drafts hold.
+
+        Raises: UserError if an earlier step was interrupted: nobody knows how far it came.
+        """
+        if self._interrupted:
+            raise UserError("this generation was interrupted in the middle of a step; start it again")
+        if self._decoder is None or not self._active:
+            return []
+        self._interrupted = True
         with evaluating(self._model):
             drawn = self._decoder.next(
                 [len(row.ids) for row in self._active], [row.limit - len(row.ids) for row in self._active]
@@ -100,11 +109,20 @@ class Engine:
             self._decoder.sampler.select(torch.tensor(going))
             self._decoder.select(torch.tensor(going))
         self._active = [self._active[place] for place in going]
+        self._interrupted = False
         return events
 
     def completions(self) -> list[Completion]:
         """Results in the order of the prompts, once every row has ended."""
         return [row.completion(seed) for row, seed in zip(self._rows, self._seeds, strict=True)]
+
+
+def _draft_options(shared: GenerationOptions) -> DraftOptions | None:
+    if shared.draft is None:
+        return None
+    if not shared.cache:
+        raise UserError("drafting needs the cache: it goes on from states whose keys and values are kept there")
+    return DraftOptions(None if shared.draft == "auto" else shared.draft, shared.draft_tokens)
 
 
 def _accepted(row: Row, tokens: list[Drawn]) -> Iterator[TokenEvent]:

@@ -33,26 +33,38 @@ def can_pack(model: LanguageModel) -> bool:
 def packed(model: LanguageModel) -> Iterator[None]:
     """While this lasts, the model's matrices are read from packed copies; do not change its weights meanwhile.
 
-    Does nothing where packing is impossible, or where somebody else has packed the model already.
+    Does nothing where packing is impossible. Where somebody else has packed the model, it stays packed, and what has
+    changed since is packed anew.
     """
-    if model.packed_head is not None or not can_pack(model):
-        yield
-        return
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    is_owner = model.packed_head is None
     try:
-        for layer in layers:
-            layer.packed = _pack(layer.weight)
-        model.packed_head = _pack(model.embedding.weight[: model.config.n_predicted])
+        if can_pack(model):
+            _pack_changed(model)
         yield
     finally:
-        for layer in layers:
-            layer.packed = None
-        model.packed_head = None
+        if is_owner:
+            for layer in _layers(model):
+                layer.packed = None
+            model.packed_head = None
+
+
+def _layers(model: LanguageModel) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def _pack_changed(model: LanguageModel) -> None:
+    """Pack what is not packed, or was packed before its weights changed."""
+    for layer in _layers(model):
+        if layer.packed is None or layer.packed_version != layer.weight._version:
+            layer.packed, layer.packed_version = _pack(layer.weight), layer.weight._version
+    table = model.embedding.weight
+    if model.packed_head is None or model.packed_version != table._version:
+        model.packed_head, model.packed_version = _pack(table[: model.config.n_predicted]), table._version
 
 
 def packed_bytes(model: LanguageModel) -> int:
     """Bytes that packing adds."""
-    layers = [module.weight for module in model.modules() if isinstance(module, Linear)]
+    layers = [layer.weight for layer in _layers(model)]
     head = model.embedding.weight[: model.config.n_predicted]
     return sum(weight.nbytes for weight in [*layers, head]) if can_pack(model) else 0
 

@@ -46,6 +46,13 @@ class GenerationOptions(SamplingOptions):
     def _one_stop(cls, stop: Any) -> Any:
         return (stop,) if isinstance(stop, str) else stop
 
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _cycles_or_auto(cls, draft: Any) -> Any:
+        if draft is None or draft == "auto" or (isinstance(draft, int) and not isinstance(draft, bool) and draft > 0):
+            return draft
+        raise ValueError(f"{draft!r} is neither a number of cycles from 1 on nor auto")
+
     @field_validator("exit")
     @classmethod
     def _known_exit(cls, text: str | None) -> str | None:

@@ -28,6 +28,7 @@ from hrmlm.models.blocks import (
     States,
     packed_linear,
     prepare_call,
+    reads_packed,
 )
 from hrmlm.models.cache import KVCache
 from hrmlm.models.cache_policy import FULL, CachePolicy
@@ -213,6 +214,7 @@ class LanguageModel(nn.Module, ABC):
     config: Any  # the family's own subclass of ModelConfig
     n_passes: int = 1
     packed_head: Tensor | None = None  # see blocks.Linear
+    packed_version = -1
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -221,6 +223,9 @@ class LanguageModel(nn.Module, ABC):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "packed_head"}
 
     @property
     def learns_depth(self) -> bool:
@@ -382,12 +387,13 @@ class LanguageModel(nn.Module, ABC):
 
     def readout(self, state_BLD: Tensor) -> Tensor:
         """Logits (B, L, V) in float32 of a readout state, through the final norm and the tied head."""
-        if self.packed_head is not None and not torch.is_grad_enabled():
-            return packed_linear(self.norm(state_BLD), self.packed_head).float()
+        normed_BLD = self.norm(state_BLD)
+        if self.packed_head is not None and reads_packed(normed_BLD, self.embedding.weight):
+            return packed_linear(normed_BLD, self.packed_head).float()
         weight_VD = self.embedding.weight
         if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
             weight_VD = weight_VD[: self.config.n_predicted]
-        return F.linear(self.norm(state_BLD), weight_VD).float()
+        return F.linear(normed_BLD, weight_VD).float()
 
     def forward(
         self,

@@ -6,7 +6,7 @@ Shapes: B rows, L new positions, P all positions up to the last new one, D width
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -217,16 +217,25 @@ class Linear(nn.Linear):
     """A linear layer whose weights can be stood in for by a packed copy of them, for decoding.
 
     packed: the weights in the layout that oneDNN chose for a few rows at a time; set and taken back by
-    `hrmlm.inference.packing`, never saved, never trained.
+    `hrmlm.inference.packing`, never saved, copied or trained. packed_version: of the weights when they were packed.
     """
 
     packed: Tensor | None = None
+    packed_version = -1
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        if self.packed is None or torch.is_grad_enabled():
+        if self.packed is None or not reads_packed(x, self.weight):
             return F.linear(x, self.weight, self.bias)
         return packed_linear(x, self.packed, self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+
+
+def reads_packed(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product may read packed weights: without gradients and autocast, in the precision they have."""
+    return x.dtype == weight.dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -132,8 +132,14 @@ class KVCache:
                         tensors[slot][row, :, places] = tensors[kept][row, :, places]
 
     def crop(self, lengths_B: Tensor | int) -> None:
-        """Forget what stands behind these lengths; rows that are shorter stay as they are."""
-        self.lengths_B = torch.minimum(self.lengths_B, torch.as_tensor(lengths_B, dtype=torch.long))
+        """Forget what stands behind these lengths; rows that are shorter stay as they are.
+
+        Raises: UserError for a length below 0.
+        """
+        lengths_B = torch.as_tensor(lengths_B, dtype=torch.long)
+        if bool((lengths_B < 0).any()):
+            raise UserError(f"a cache cannot be cropped to {int(lengths_B.min())} tokens; give a length from 0 on")
+        self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
 
     def select(self, rows: list[int] | Tensor) -> None:
         """Keep only these rows, in this order."""

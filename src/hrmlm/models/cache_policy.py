@@ -127,7 +127,7 @@ def parse_cache_policy(text: str) -> CachePolicy:
         return POLICIES[text]
     name, colon, number = text.partition(":")
     if name != "every" or not colon:
-        raise UserError(f"unknown cache policy {text!r}, {nearest(text, [*POLICIES, 'every:2'])}")
+        raise UserError(f"unknown cache policy {text!r}, {nearest(text, [*POLICIES, 'every:K'])}")
     if not number.isascii() or not number.isdigit() or not 1 <= int(number[:9]) < 10**8:
         raise UserError(f"cache policy {text!r}: K in every:K is a whole number of cycles from 1 on, such as every:2")
     return Every(int(number))
