@@ -17,7 +17,7 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as seeds=5 or scale=published.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Study directory (default: runs/studies/<name of the study>).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Study directory (default: runs/studies/NAME).")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in its own process.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print runs, parameters, FLOPs and time.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure steps for the time estimate of --dry-run.")] = True,
@@ -71,7 +71,7 @@ def _dry_run(settings: Any, directory: Path, jobs: int, measure: bool, as_json: 
         ERRORS.print(f"no step was measured: {'; '.join(mistakes)}", highlight=False, markup=False)
         measure = False
     if settings.budget.kind == "seconds" and not measure:
-        raise UserError("a budget in seconds needs measured steps; leave --no-measure out, on a machine with the device")
+        raise UserError("a budget in seconds needs measured steps, on a machine with the device")
     timings = plan.measure_steps(expansion.conditions, expansion) if measure else {}
     place = StudyDirectory(directory)
     seconds = {label: timing.median for label, timing in timings.items()} | (place.measured() or {})

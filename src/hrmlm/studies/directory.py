@@ -1,9 +1,9 @@
 """The directory of a study, which several processes and machines may share.
 
 study.yaml     the study, resolved        runs/<id>/run.json      what the run is
-measured.json  measured step times        runs/<id>/train/        its run directory, as of `hrmlm train`
-claims/        who works on what          runs/<id>/result.json   there once it is finished
-                                          runs/<id>/error.json    there if it failed
+plan.json      conditions and runs        runs/<id>/train/        its run directory, as of `hrmlm train`
+measured.json  measured step times        runs/<id>/result.json   there once it is finished
+claims/        who works on what          runs/<id>/error.json    there if it failed
 """
 
 import json
@@ -90,6 +90,18 @@ class StudyDirectory:
         finally:
             partial.unlink(missing_ok=True)
         return self.measured() or {}
+
+    def store_plan(self, conditions: list[dict[str, Any]], runs: list[Run], given: dict[str, Any]) -> None:
+        """Keep what the report needs to know of runs that are not there (yet). given: further facts."""
+        listed = [{"id": run.id, "condition": run.condition, "seed": run.seed, "steps": run.steps} for run in runs]
+        write_json(self.path / "plan.json", {"conditions": conditions, "runs": listed, **given})
+
+    def plan(self) -> dict[str, Any]:
+        """What `store_plan` wrote. Raises: UserError if it is missing or damaged."""
+        plan = read_json(self.path / "plan.json")
+        if not isinstance(plan, dict) or not {"conditions", "runs"} <= plan.keys():
+            raise UserError(f"{self.path / 'plan.json'} is damaged; give `hrmlm study run` again, it is written anew")
+        return plan
 
     def folder(self, run_id: str) -> Path:
         """The directory of a run."""

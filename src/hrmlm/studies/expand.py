@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hrmlm.config import nearest
+from hrmlm.config import StrictConfig, nearest
 from hrmlm.data.tokens import PreparedData, TokenWindows
 from hrmlm.errors import UserError
 from hrmlm.evaluation.cost import CostReport, cost_of
@@ -25,7 +25,7 @@ from hrmlm.training.train import model_config_for
 SECTIONS = {"model", "optimizer", "schedule", "training", "data"}
 FAIR = ("model", "optimizer", "schedule")
 """What arms and variants may change: the data, their order and the evaluation are the same for all."""
-FACTORS = {
+FACTORS: Mapping[str, type[StrictConfig]] = {
     "data": DataConfig,
     "training": TrainingConfig,
     "optimizer": OptimizerConfig,
@@ -228,9 +228,7 @@ def _factor_mistakes(where: str, key: str, study: Study) -> Iterator[str]:
         yield f"{where}: {key} is decided by {RESERVED[key]}"
     elif section == "model" and name:
         pass  # known only together with the family: the recipe of each arm tells
-    elif section not in FACTORS or not name:
-        yield f"{where}: unknown factor {key!r}, {nearest(key, _all_factors(study))}"
-    elif name not in FACTORS[section].model_fields:
+    elif section not in FACTORS or name not in FACTORS[section].model_fields:
         yield f"{where}: unknown factor {key!r}, {nearest(key, _all_factors(study))}"
 
 

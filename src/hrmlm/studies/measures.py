@@ -52,8 +52,8 @@ def roles(model: LanguageModel, data: PreparedData, split: str, window: int, bat
     """What the parts of a model do on the first tokens of a split.
 
     loss: nats per token as trained; loss_frozen: with one module of the schedule frozen, by module (of at most 8);
-    loss_at_depth: read out after so many cycles or steps; applications: by name, mean root mean square of the new state,
-    relative change of the state, and gate (share kept; None without one) on text, and the gate on zero input.
+    loss_at_depth: read out after so many cycles or steps; applications: by name, mean root mean square of the new
+    state, relative change of the state, and gate (share kept; None without one) on text, and the gate on zero input.
     """
 
     def loss(**settings: Any) -> float:
@@ -68,9 +68,10 @@ def roles(model: LanguageModel, data: PreparedData, split: str, window: int, bat
     for module in list(modules)[:8]:
         with frozen(model, module):
             losses[module] = loss()
-    ids = torch.as_tensor(data.split(split)[: window * min(batch_size, len(data.split(split)) // window)].astype("int64"))
-    tokens_BL = ids.view(-1, window).to(model.embedding.weight.device)
-    text, nothing = _stats(model, tokens_BL), {}
+    ids = data.split(split)
+    rows = max(1, min(batch_size, len(ids) // window))
+    tokens_BL = torch.as_tensor(ids[: rows * window].astype("int64")).view(rows, -1).to(model.embedding.weight.device)
+    text = _stats(model, tokens_BL)
     with zero_input(model):
         nothing = _stats(model, tokens_BL[:1])
     return {
@@ -102,8 +103,8 @@ def latency(model: LanguageModel, length: int) -> dict[str, Any]:
     """Time and memory of one sequence of `length` tokens, batch 1.
 
     recompute_ms: one forward pass over all of them, which is what a token costs without a cache; cached_ms: one more
-    token with the others in the cache; medians of rounds, with the spread (max − min) / median. forward_peak_bytes: what
-    the forward pass needs at most beside the weights, None where the system does not tell.
+    token with the others in the cache; medians of rounds, with the spread (max − min) / median. forward_peak_bytes:
+    what the forward pass needs at most beside the weights, None where the system does not tell.
     """
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(0)

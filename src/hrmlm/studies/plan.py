@@ -132,7 +132,7 @@ def show(planned: Sequence[PlannedRun], expansion: Expansion, jobs: int, done: i
     runs = sum(line.seeds for line in planned)
     flops = sum(line.seeds * line.training_flops for line in planned)
     console.print(f"{runs} runs ({len(planned)} conditions × {len(study.seed_list)} seeds), {done} of them finished.")
-    console.print(f"Training FLOPs of all runs: {flops:.2e}. Budget of each: {study.budget.kind} {study.budget.amount:g}.")
+    console.print(f"Training FLOPs of all runs: {flops:.2e}. Budget of each: {study.budget.told}.")
     if all(line.seconds is not None for line in planned):
         total = sum(line.seeds * (line.seconds or 0.0) for line in planned)
         console.print(

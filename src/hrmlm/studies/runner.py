@@ -20,10 +20,9 @@ from hrmlm.errors import UserError
 from hrmlm.studies import worker
 from hrmlm.studies.directory import StudyDirectory
 from hrmlm.studies.expand import Expansion, Run, StudyMistakes, device_mistakes, expand
-from hrmlm.studies.plan import duration, measure_steps
+from hrmlm.studies.plan import duration, measure_steps, plan
 from hrmlm.studies.search import TrialSource
 from hrmlm.studies.spec import Study
-from hrmlm.training.metrics import read_metrics
 
 POLL_SECONDS = 0.2
 DEATHS = 3
@@ -96,7 +95,11 @@ def run_study(
     place = StudyDirectory(out)
     for key, (before, now) in place.store(study).items():
         tell(f"{key} was {before!r} and is {now!r} now; runs that it does not change are kept")
-    source = source_of(expansion, place, measured_steps(expansion, place, tell))
+    seconds = measured_steps(expansion, place, tell)
+    source = source_of(expansion, place, seconds)
+    steps = {c.label: expansion.steps_of(c, seconds) for c in expansion.conditions}
+    conditions = [line.to_dict() for line in plan(expansion, {}, steps)]
+    place.store_plan(conditions, source.all_runs(), {"jobs": jobs, "data": str(expansion.data.path)})
     for run in source.all_runs():
         if retry_failed and place.error(run.id) is not None:
             place.forget_error(run.id)
@@ -248,9 +251,3 @@ class _Runner:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def steps_done(place: StudyDirectory, run: Run) -> int:
-    """Steps in the record of a run."""
-    path = place.folder(run.id) / "train" / "metrics.jsonl"
-    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0

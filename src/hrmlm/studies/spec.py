@@ -13,7 +13,7 @@ from hrmlm.models.base import Positive
 from hrmlm.training.recipe import RECIPES, NotNegative, PositiveFloat, parse_override, read_yaml, set_at
 
 STUDIES = RECIPES / "studies"
-Name = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,×=+_-]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .×=+_-]*$")]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 
 
@@ -31,13 +31,19 @@ class Budget(StrictConfig):
     def _check_one(self) -> "Budget":
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of steps, tokens, flops, seconds is needed, got {', '.join(given) or 'none'}")
+            raise ValueError(f"one of steps, tokens, flops, seconds is needed, got {', '.join(given) or 'none'}")
         return self
 
     @property
     def kind(self) -> str:
         """steps, tokens, flops or seconds."""
         return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    @property
+    def told(self) -> str:
+        """For people: "400 steps"."""
+        amount = f"{self.amount:,.0f}" if self.amount < 1e9 else f"{self.amount:.3g}"
+        return f"{amount} {'FLOPs' if self.kind == 'flops' else self.kind}"
 
     @property
     def amount(self) -> float:
@@ -59,8 +65,8 @@ class Arm(StrictConfig):
     """One side of the comparison. model: settings of a family; optimizer, schedule: what differs from the base."""
 
     model: dict[str, Any]
-    optimizer: dict[str, Any] = {}
-    schedule: dict[str, Any] = {}
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    schedule: dict[str, Any] = Field(default_factory=dict)
     match: Match | None = None
 
 
@@ -86,10 +92,10 @@ class Published(StrictConfig):
 
 
 class Search(StrictConfig):
-    """Hyper-parameters tuned for every arm by itself, with the same number of trials. engine: "grid" (all combinations of
-    lists of values; needs no package) or "tpe" (Optuna); trials: per arm, for "tpe"; space: dotted key → list of values,
-    or {low, high, log} for "tpe"; prune: stop trials early that do worse than the median of the others; seed: of the
-    sampler."""
+    """Hyper-parameters tuned for every arm by itself, with the same number of trials. engine: "grid" (all combinations
+    of lists of values; needs no package) or "tpe" (Optuna); space: dotted key → list of values, or {low, high, log} for
+    "tpe". The rest is for "tpe" only. trials: per arm; prune: stop trials early that do worse than the median of the
+    others; seed: of the sampler."""
 
     engine: Literal["grid", "tpe"] = "grid"
     trials: Positive = 8
@@ -102,15 +108,15 @@ class Study(StrictConfig):
     """A study. base: the recipe that all runs share, without its model; arms: what is compared; variants: changes of
     every arm, one at a time, beside the arm as it is; grid: dotted key → values, all combinations; seeds: a number of
     them or a list; baseline: the condition to which differences are formed; measure: further measurements after
-    training; scales: further sizes of the study, by name, as changes of this file; scale: the one in use."""
+    training; scale: which of the file's sizes this is (`scales` in the file: changes of the study, by name)."""
 
     name: Name
     title: str
     question: str = ""
     base: dict[str, Any]
     arms: Annotated[dict[Name, Arm], Field(min_length=1)]
-    variants: dict[Name, dict[str, Any]] = {}
-    grid: dict[str, Any] = {}
+    variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
+    grid: dict[str, Any] = Field(default_factory=dict)
     seeds: list[Seed] | Annotated[int, Field(ge=1, le=1000, strict=True)] = 3
     budget: Budget
     evaluation: Evaluation = Evaluation()
@@ -118,7 +124,6 @@ class Study(StrictConfig):
     measure: tuple[Literal["roles", "latency"], ...] = ()
     search: Search | None = None
     published: tuple[Published, ...] = ()
-    scales: dict[Name, dict[str, Any]] = {}
     scale: str = "small"
 
     @property
@@ -172,7 +177,7 @@ def load_study(name: str, overrides: Sequence[str] = ()) -> Study:
     for _, parts, value in changes:
         if parts == ["scale"]:
             settings["scale"] = value
-    settings = _scaled(settings, path)
+    settings = _scaled(settings, path, any(parts == ["scale"] for _, parts, _ in changes))
     for override, parts, value in changes:
         if parts[0] not in Study.model_fields:
             raise UserError(f"override {override!r}: unknown key, {nearest(parts[0], Study.model_fields)}")
@@ -195,10 +200,14 @@ def dump_study(study: Study) -> str:
     return yaml.safe_dump(study.to_dict(), sort_keys=False, allow_unicode=True)
 
 
-def _scaled(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The settings with those of the chosen scale merged in; "small" is the file as it is."""
+def _scaled(settings: dict[str, Any], path: Path, asked: bool) -> dict[str, Any]:
+    """The settings with those of the chosen scale merged in, and without the others; "small" is the file as it is.
+
+    asked: the scale was chosen now. A resolved study names a scale that was merged in before, and has none to choose.
+    """
     scale, scales = settings.get("scale", "small"), settings.get("scales") or {}
-    if scale == "small" and "small" not in scales:
+    settings = {key: value for key, value in settings.items() if key != "scales"}
+    if (scale == "small" and "small" not in scales) or (not scales and not asked):
         return settings
     if not isinstance(scales, dict) or not isinstance(scales.get(scale), dict):
         raise UserError(f"{path}: unknown scale {scale!r}, {nearest(str(scale), {'small', *map(str, scales)})}")
@@ -218,7 +227,7 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; lists and values stay as they are."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = Field(default_factory=dict)
     for key, value in settings.items():
         if isinstance(value, Mapping):
             result.update(flat(value, f"{prefix}{key}."))

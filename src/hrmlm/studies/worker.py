@@ -80,8 +80,8 @@ def _work(place: StudyDirectory, run: Run) -> int:
         try:
             result = train(run.recipe, directory, resume=directory.exists(), reporter=reporter_for(place, run))
         except Pruned as pruned:
-            nothing = dict.fromkeys(run.measure)
-            write_json(place.folder(run.id) / "result.json", {**_facts(run), "pruned": str(pruned), "measures": nothing})
+            facts = {**_facts(run), "pruned": str(pruned), "measures": dict.fromkeys(run.measure)}
+            write_json(place.folder(run.id) / "result.json", facts)
             return DONE
         if result.stopped_by:
             return STOPPED
