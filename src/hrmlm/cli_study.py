@@ -67,6 +67,7 @@ def _dry_run(settings: Any, directory: Path, jobs: int, measure: bool, as_json: 
     from hrmlm.studies.runner import source_of
 
     expansion = expand(settings)
+    measure = measure and (settings.budget.kind, settings.budget.amount) != ("steps", 0)  # nothing is trained
     if measure and (mistakes := device_mistakes(expansion)):
         ERRORS.print(f"no step was measured: {'; '.join(mistakes)}", highlight=False, markup=False)
         measure = False

@@ -67,7 +67,7 @@ def _losses(findings: Findings) -> list[Part]:
     columns = ("condition", "parameters", "FLOPs/token", "steps", "nats/token", "bits/byte", "n", "training time")
     caption = (
         f"Loss of the final weights on the split {findings.study.evaluation.split}: mean over n seeds ± half of the "
-        "95 % interval (Student's t). FLOPs of the forward pass. Training time: mean; evaluation and saving not included."
+        "95 % interval (Student's t). FLOPs of the forward pass. Training time: mean, without evaluation."
     )
     return [Heading("Results"), Table(columns, rows, caption)]
 
@@ -121,8 +121,8 @@ def _latency(findings: Findings) -> list[Part]:
     caption = (
         f"One token more after {first['length'] - 1} others, batch 1, {first['precision']} on {first['device']}, "
         f"{first['threads']} thread(s); each number is a median of {first['rounds']} interleaved rounds after a "
-        f"warm-up, its mean over the runs ± 95 % interval; largest spread within a run {max(spreads):.0%}. Weights and cache "
-        "are counted, forward MB is the most that a forward pass needs beside the weights, measured."
+        f"warm-up, its mean over the runs ± 95 % interval; largest spread within a run {max(spreads):.0%}. Weights and "
+        "cache are counted, forward MB is the most that a forward pass needs beside the weights, measured."
     )
     points = [
         (series, [(c.label, c.planned["parameters"], _mean(c.summary(of(key)))) for c in measured])
@@ -163,8 +163,8 @@ def _roles(findings: Findings) -> list[Part]:
         return []
     note = (
         "Frozen: the module leaves the state as it is, at inference only. The gate is the share of the old state "
-        "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of the "
-        "state before it."
+        "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of "
+        "the state before it."
     )
     return [Heading("Roles"), Text(note), *parts]
 

@@ -227,7 +227,7 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; lists and values stay as they are."""
-    result: dict[str, Any] = Field(default_factory=dict)
+    result: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
             result.update(flat(value, f"{prefix}{key}."))
