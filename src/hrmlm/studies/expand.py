@@ -167,7 +167,7 @@ def expand(study: Study) -> Expansion:
     mistakes = [*_base_mistakes(study), *_name_mistakes(study)]
     data = _open_data(study, mistakes)
     labels: set[str] = set()
-    conditions = []
+    conditions, by_mistake = [], dict[str, list[str]]()
     for label, arm, variant, factors, settings in _combinations(study, mistakes):
         if label in labels:
             mistakes.append(f"two conditions are named {label!r}; rename an arm or a variant")
@@ -176,7 +176,10 @@ def expand(study: Study) -> Expansion:
             recipe, matched = _resolve(study, arm, settings, data)
             conditions.append(Condition(label, arm, variant, factors, recipe, _cost(recipe), matched))
         except UserError as error:
-            mistakes.append(f"{label}: {str(error).removeprefix('recipe.')}")
+            by_mistake.setdefault(str(error).removeprefix("recipe."), []).append(label)
+    for mistake, where in by_mistake.items():
+        more = f" (and {len(where) - 1} more conditions)" if len(where) > 1 else ""
+        mistakes.append(f"{where[0]}{more}: {mistake}")
     mistakes += _label_mistakes(study, labels)
     if data is not None:
         for condition in conditions:
@@ -210,16 +213,20 @@ def _name_mistakes(study: Study) -> Iterator[str]:
         for key in flat(changes):
             if key.split(".")[0] not in FAIR:
                 yield f"variants.{name}: {key!r} is not among {', '.join(FAIR)}, which is all that a variant may change"
-    space = study.search.space if study.search is not None else {}
-    for where, factors in (("grid", flat(study.grid)), ("search.space", space_of(space))):
-        for key in factors:
-            yield from _factor_mistakes(where, key, study)
+    for where, key in _factor_keys(study):
+        yield from _factor_mistakes(where, key, study)
     for key, values in flat(study.grid).items():
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values, got {values!r}"
     if study.search is not None:
-        for key, values in space_of(space).items():
+        for key, values in space_of(study.search.space).items():
             yield from _space_mistakes(key, values, study.search.engine)
+
+
+def _factor_keys(study: Study) -> list[tuple[str, str]]:
+    """Where each factor stands, and its key."""
+    space = study.search.space if study.search is not None else {}
+    return [("grid", key) for key in flat(study.grid)] + [("search.space", key) for key in space_of(space)]
 
 
 def _factor_mistakes(where: str, key: str, study: Study) -> Iterator[str]:
@@ -285,8 +292,8 @@ def factors_of(study: Study) -> list[dict[str, Any]]:
     factors = flat(study.grid)
     if study.search is not None and study.search.engine == "grid":
         factors = space_of(study.search.space)
-    if not all(isinstance(values, list) and values for values in factors.values()):
-        return []  # told elsewhere
+    told = {key for where, key in _factor_keys(study) if any(_factor_mistakes(where, key, study))}
+    factors = {k: v for k, v in factors.items() if k not in told and isinstance(v, list) and v}  # told elsewhere
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
@@ -295,7 +302,8 @@ def _combinations(
 ) -> Iterator[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]]:
     """Label, arm, variant, factors and recipe settings of each condition."""
     for name, arm in study.arms.items():
-        for variant, changes in [(None, {}), *study.variants.items()]:
+        fair = {k: v for k, v in study.variants.items() if all(key.split(".")[0] in FAIR for key in flat(v))}
+        for variant, changes in [(None, {}), *fair.items()]:
             for factors in factors_of(study):
                 settings = _settings(study, arm)
                 try:

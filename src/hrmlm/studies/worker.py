@@ -35,6 +35,7 @@ from hrmlm.training.metrics import read_metrics
 from hrmlm.training.run import RunDirectory
 from hrmlm.training.train import train
 
+LOOK_SECONDS = 0.5
 DONE, FAILED, STOPPED, BUSY = 0, 1, 4, 5
 """Exit codes: finished; failed, with an error.json; stopped by a signal and saved; somebody else works on it."""
 
@@ -45,8 +46,9 @@ def main(directory: str, run_id: str, token: str) -> int:
     claims = place.claims
     if not claims.adopt(run_id, token):
         return BUSY
-    parent = os.getppid()
-    threading.Thread(target=_keep_alive, args=(claims, run_id, token, parent), daemon=True).start()
+    over = threading.Event()
+    alive = threading.Thread(target=_keep_alive, args=(claims, run_id, token, os.getppid(), over), daemon=True)
+    alive.start()
     try:
         run = Run.of(read_json(place.folder(run_id) / "run.json"))
         return _work(place, run)
@@ -54,14 +56,15 @@ def main(directory: str, run_id: str, token: str) -> int:
         _fail(place, run_id, error)
         return FAILED
     finally:
+        over.set()
+        alive.join()
         claims.release(run_id, token)
 
 
-def _keep_alive(claims: Claims, name: str, token: str, parent: int) -> None:
+def _keep_alive(claims: Claims, name: str, token: str, parent: int, over: threading.Event) -> None:
     """Touch the claim; stop the run when the process that started it is gone, or somebody else has taken it over."""
     beat, told = time.monotonic(), False
-    while True:
-        time.sleep(0.5)
+    while not over.wait(LOOK_SECONDS):
         if os.getppid() != parent and not told:
             told = True
             os.kill(os.getpid(), signal.SIGTERM)  # training ends after the current step, saved
