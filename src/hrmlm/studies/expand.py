@@ -414,7 +414,7 @@ def _run_mistakes(study: Study, condition: Condition, data: PreparedData) -> Ite
         yield f"{condition.label}: training.init_from {training.init_from} does not exist"
     try:
         with torch.device("meta"):
-            build_model(condition.recipe.model_config_of()).check_training()
+            build_model(condition.recipe.model_config_of()).check_training(condition.recipe.window)
     except UserError as error:
         yield f"{condition.label}: {error}"
 
