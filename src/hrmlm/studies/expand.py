@@ -43,6 +43,14 @@ class StudyMistakes(UserError):
         super().__init__(many + "; ".join(f"({i}) {m}" if many else m for i, m in enumerate(self.mistakes, 1)))
 
 
+class _Circle(UserError):
+    """Arms that are matched to each other."""
+
+
+class _Told(UserError):
+    """A mistake that another condition tells."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """One thing that is compared, to be run with every seed.
@@ -175,6 +183,8 @@ def expand(study: Study) -> Expansion:
         try:
             recipe, matched = _resolve(study, arm, settings, data)
             conditions.append(Condition(label, arm, variant, factors, recipe, _cost(recipe), matched))
+        except _Told:
+            continue
         except UserError as error:
             by_mistake.setdefault(str(error).removeprefix("recipe."), []).append(label)
     for mistake, where in by_mistake.items():
@@ -368,11 +378,13 @@ def _target(
     if other not in study.arms:
         raise UserError(f"match.to: unknown arm {other!r}, {nearest(other, study.arms)}")
     if other in (*above, arm):
-        raise UserError(f"match.to: {other!r} is matched to {arm!r} in a circle; one of them needs a width of its own")
+        raise _Circle(f"match.to: {other!r} is matched to {arm!r} in a circle; one of them needs a width of its own")
     try:
         recipe, _ = _resolve(study, other, _settings(study, study.arms[other]), data, (*above, arm))
+    except _Circle:
+        raise
     except UserError as error:
-        raise UserError(f"match.to: {other!r} cannot be built: {error}") from None
+        raise _Told(str(error)) from None
     return quantity_of(_cost(recipe), quantity)
 
 

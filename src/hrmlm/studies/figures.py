@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hrmlm.evaluation.depth import pyplot
+from hrmlm.evaluation.picture import pyplot
 from hrmlm.studies.collect import ConditionResults, Findings
 
 LIGHT = ("#0b62a4", "#c2570c", "#0a7d55", "#a8327e", "#6b5bd2", "#8a6d00", "#b3261e", "#4a5a68")
