@@ -6,8 +6,7 @@ All of them read the model's schedule, so that they mean the same for every fami
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ def latency(model: LanguageModel, length: int) -> dict[str, Any]:
 
     recompute_ms: one forward pass over all of them, which is what a token costs without a cache; cached_ms: one more
     token with the others in the cache; medians of rounds, with the spread (max − min) / median. forward_peak_bytes:
-    what the forward pass needs at most beside the weights, None where the system does not tell.
+    what the forward pass needs at most beside the weights, None on the CPU.
     """
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -142,26 +141,17 @@ def latency(model: LanguageModel, length: int) -> dict[str, Any]:
 
 
 def _peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory that a call needs above what is in use before it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
-    call()  # what is allocated once, such as tables and the buffers of libraries, is not the call's
-    with suppress(OSError, ValueError, StopIteration):
-        Path("/proc/self/clear_refs").write_text("5")  # sets the highest mark to the memory in use
-        before = resident("VmHWM")
-        call()
-        return max(0, resident("VmHWM") - before)
-    return None
+    """Most memory that a call needs above what is in use before it.
 
-
-def resident(name: str = "VmRSS") -> int:
-    """Bytes of memory of this process as Linux tells them."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
+    None on the CPU: its allocator keeps what was freed, so that the system sees no growth.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def peak_process_bytes() -> int:

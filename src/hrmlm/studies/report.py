@@ -109,12 +109,13 @@ def _latency(findings: Findings) -> list[Part]:
     measured = [c for c in findings.conditions if c.summary(of("cached_ms")) is not None]
     if not measured:
         return []
-    names = ("parameters", "without cache ms", "cached ms", "weights MB", "cache MB", "forward MB", "n")
+    names = ("parameters", "without cache ms", "cached ms", "weights MB", "cache MB", "forward MB", "process MB", "n")
     keys = (("recompute_ms", 1.0), ("cached_ms", 1.0), ("weight_bytes", 1e-6), ("kv_cache_bytes", 1e-6))
     rows = []
     for c in measured:
         cells = [number(c.summary(of(key, scale)), 2) for key, scale in keys]
         cells.append(number(c.summary(of("forward_peak_bytes", 1e-6)), 1))
+        cells.append(number(c.summary(lambda r: 1e-6 * r["peak_process_bytes"]), 0))
         rows.append([c.label, _count(c.planned.get("parameters")), *cells, str(len(c.numbers(of("cached_ms"))))])
     first = next(iter(measured[0].results.values()))["measures"]["latency"]
     spreads = [value for c in measured for value in c.numbers(of("cached_spread")).values()]
@@ -122,7 +123,8 @@ def _latency(findings: Findings) -> list[Part]:
         f"One token more after {first['length'] - 1} others, batch 1, {first['precision']} on {first['device']}, "
         f"{first['threads']} thread(s); each number is a median of {first['rounds']} interleaved rounds after a "
         f"warm-up, its mean over the runs ± 95 % interval; largest spread within a run {max(spreads):.0%}. Weights and "
-        "cache are counted, forward MB is the most that a forward pass needs beside the weights, measured."
+        "cache are counted. Forward MB: the most that a forward pass needs beside the weights (GPUs only). Process MB: "
+        "the most that the whole process ever had, libraries and evaluation included."
     )
     points = [
         (series, [(c.label, c.planned["parameters"], _mean(c.summary(of(key)))) for c in measured])
