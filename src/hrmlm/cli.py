@@ -12,6 +12,7 @@ import typer
 import hrmlm
 from hrmlm.cli_probe import Json, evaluator, import_command, print_json
 from hrmlm.cli_probe import probe as probe_commands
+from hrmlm.cli_study import study as study_commands
 from hrmlm.errors import UserError
 
 app = typer.Typer(
@@ -398,6 +399,7 @@ def _warn_of_depth(model: Any, depth: int | None) -> None:
 
 app.command("import")(import_command)
 app.add_typer(probe_commands, name="probe")
+app.add_typer(study_commands, name="study")
 
 
 @app.command()

@@ -155,16 +155,21 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file. Raises: UserError for what is not YAML, and for a key that stands twice."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: as of the date 2024-13-45
+        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read and validate a recipe. name: path or name of a shipped recipe; overrides: "section.key=value".
 
     Raises: UserError in one line: missing file, bad YAML, unknown key (with the nearest valid one), bad value.
     """
     path = find_recipe(name)
-    try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: as of the date 2024-13-45
-        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    settings = read_yaml(path)
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
         raise UserError(f"{path} is not a recipe: it needs a section `model:` with at least `family:`")
     for override in overrides:
@@ -198,23 +203,32 @@ def scale_warning(base: Recipe, changed: Recipe) -> str | None:
 
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one dotted key in nested settings; the value is read as YAML."""
+    parts, value = parse_override(override)
+    if len(parts) == 1 and parts[0] not in Recipe.model_fields:
+        raise UserError(f"override {override!r}: unknown key, {_where(parts[0], settings.get('model'))}")
+    set_at(settings, parts, value, f"override {override!r}")
+
+
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """Parts of the dotted key, and the value read as YAML, of "section.key=value". Raises: UserError."""
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise UserError(f"override {override!r} is not of the form section.key=value, such as training.steps=100")
-    if len(parts) == 1 and parts[0] not in Recipe.model_fields:
-        raise UserError(f"override {override!r}: unknown key, {_where(parts[0], settings.get('model'))}")
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
-    if isinstance(value, str):
-        value = _number(value)
+    return parts, _number(value) if isinstance(value, str) else value
+
+
+def set_at(settings: dict[str, Any], parts: Sequence[str], value: Any, where: str) -> None:
+    """Set the value at a path of nested settings, making sections on the way. Raises: UserError, beginning `where`."""
     for part in parts[:-1]:
         if settings.get(part) is None:
             settings[part] = {}
         if not isinstance(settings[part], dict):
-            raise UserError(f"override {override!r}: {part} is a value, not a section")
+            raise UserError(f"{where}: {part} is a value, not a section")
         settings = settings[part]
     settings[parts[-1]] = value
 

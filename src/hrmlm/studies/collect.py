@@ -1,0 +1,189 @@
+"""What a study has found so far: results by condition and seed, their intervals, and the words for them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hrmlm.errors import UserError
+from hrmlm.files import read_json
+from hrmlm.studies import words
+from hrmlm.studies.directory import StudyDirectory
+from hrmlm.studies.expand import Run
+from hrmlm.studies.spec import Study
+from hrmlm.studies.statistics import Summary, paired, summarize
+from hrmlm.training.metrics import read_metrics
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One validation during training."""
+
+    step: int
+    tokens: float
+    flops: float
+    seconds: float
+    loss: float
+
+
+@dataclass
+class ConditionResults:
+    """The finished runs of one condition, by seed. planned: what the plan says about it; points: of each run."""
+
+    label: str
+    planned: Mapping[str, Any]
+    results: dict[int, Result]
+    points: dict[int, list[Point]]
+    failed: dict[int, str]
+    open: list[int]
+
+    def numbers(self, of: Callable[[Result], float | None]) -> dict[int, float]:
+        """One number of each run, by seed."""
+        found = {seed: of(result) for seed, result in self.results.items()}
+        return {seed: number for seed, number in found.items() if number is not None}
+
+    def summary(self, of: Callable[[Result], float | None]) -> Summary | None:
+        """Mean and interval of one number of the runs."""
+        return summarize(list(self.numbers(of).values()))
+
+    @property
+    def loss(self) -> Summary | None:
+        """Nats per token at the end of training."""
+        return self.summary(loss_of)
+
+    @property
+    def arm(self) -> str:
+        """The arm it belongs to."""
+        return self.label.split(", ")[0]
+
+
+def loss_of(result: Result) -> float | None:
+    """Nats per token of the final weights."""
+    return result.get("loss")
+
+
+@dataclass
+class Findings:
+    """Everything a report tells. other_runs: runs in the directory that are not part of the study as it is now."""
+
+    path: Path
+    study: Study
+    plan: Mapping[str, Any]
+    conditions: list[ConditionResults]
+    other_runs: int
+
+    @property
+    def baseline(self) -> ConditionResults | None:
+        """The condition to which differences are formed: the one that was named, else the first."""
+        named = [c for c in self.conditions if c.label == self.study.baseline] or self.conditions
+        return named[0] if named else None
+
+    def differences(self) -> dict[str, Summary]:
+        """Loss of each other condition minus that of the baseline, paired by seed."""
+        base, found = self.baseline, {}
+        for condition in self.conditions:
+            if base is not None and condition is not base:
+                summary = paired(condition.numbers(loss_of), base.numbers(loss_of))
+                if summary is not None:
+                    found[condition.label] = summary
+        return found
+
+    def every_result(self) -> list[Result]:
+        """All finished runs."""
+        return [result for condition in self.conditions for result in condition.results.values()]
+
+    def best_by_arm(self) -> dict[str, ConditionResults]:
+        """Of a search: the condition with the lowest mean of each arm."""
+        best: dict[str, ConditionResults] = {}
+        for condition in self.conditions:
+            loss = condition.loss
+            before = best.get(condition.arm)
+            if loss is not None and (before is None or before.loss is None or loss.mean < before.loss.mean):
+                best[condition.arm] = condition
+        return best
+
+    def summary(self) -> list[str]:
+        """Sentences made from the numbers."""
+        return words.summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, as values for JSON."""
+        return {
+            "study": self.study.to_dict(),
+            "conditions": [
+                {
+                    "condition": c.label,
+                    "loss": None if c.loss is None else vars(c.loss),
+                    "loss_by_seed": c.numbers(loss_of),
+                    "failed": c.failed,
+                    "open": c.open,
+                }
+                for c in self.conditions
+            ],
+            "differences": {label: vars(summary) for label, summary in self.differences().items()},
+            "summary": self.summary(),
+        }
+
+
+def collect(directory: str | Path) -> Findings:
+    """Read a study directory; the data are not needed. Raises: UserError if it is none, or damaged."""
+    place = StudyDirectory(directory)
+    study, plan = place.study(), place.plan()
+    runs = [dict(run) for run in plan["runs"]]
+    if study.search is not None and study.search.engine != "grid":
+        runs = _trials(place, study)
+    planned = {condition["condition"]: condition for condition in plan["conditions"]}
+    conditions: dict[str, ConditionResults] = {}
+    for run in runs:
+        label = run["condition"]
+        arm = planned.get(label) or planned.get(label.split(", trial")[0]) or {}
+        condition = conditions.setdefault(label, ConditionResults(label, arm, {}, {}, {}, []))
+        _add(place, study, condition, run)
+    folders = {path.name for path in place.runs.glob("*") if path.is_dir()}
+    return Findings(place.path, study, plan, list(conditions.values()), len(folders - {run["id"] for run in runs}))
+
+
+def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
+    """The runs of a search, each with the values it tried in its label."""
+    found = []
+    for file in sorted(place.runs.glob("*/run.json")):
+        run = Run.of(read_json(file))
+        if run.trial is not None and study.search is not None:
+            found.append({"id": run.id, "condition": f"{run.condition}, trial {run.trial}", "seed": run.seed})
+    return found
+
+
+def _add(place: StudyDirectory, study: Study, condition: ConditionResults, run: Mapping[str, Any]) -> None:
+    folder, seed = place.folder(run["id"]), run["seed"]
+    if (folder / "result.json").is_file():
+        result = read_json(folder / "result.json")
+        if not isinstance(result, dict) or not {"condition", "seed"} <= result.keys():
+            raise UserError(f"{folder / 'result.json'} is damaged; remove it and run the study again")
+        condition.results[seed] = result
+        condition.points[seed] = _points(folder / "train" / "metrics.jsonl", result)
+    elif (error := place.error(run["id"])) is not None:
+        condition.failed[seed] = str(error.get("message"))
+    else:
+        condition.open.append(seed)
+
+
+def _points(path: Path, result: Result) -> list[Point]:
+    """Validations of a run, with what had been spent by then."""
+    if not path.is_file():
+        return []
+    flops = result.get("cost", {}).get("training_flops_per_token", 0.0)
+    spent: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    tokens = seconds = 0.0
+    points = []
+    for line in read_metrics(path):
+        if line["event"] == "step":
+            if line.get("tokens_per_second"):
+                seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
+            tokens = line["tokens"]
+            spent[line["step"]] = (tokens, seconds)
+        elif line["event"] == "eval" and line.get("loss") is not None and line["step"] in spent:
+            then, after = spent[line["step"]]
+            points.append(Point(line["step"], then, then * flops, after, line["loss"]))
+    return points

@@ -1,0 +1,351 @@
+"""The report of a study: summary, tables with intervals, curves, published figures beside ours, and provenance."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hrmlm.files import write_atomic
+from hrmlm.studies import figures
+from hrmlm.studies.collect import ConditionResults, Findings, loss_of
+from hrmlm.studies.document import Code, Figure, Fold, Heading, Items, Part, Table, Text, html, markdown
+from hrmlm.studies.plan import duration
+from hrmlm.studies.statistics import Summary
+from hrmlm.studies.words import number, signed
+
+Number = Callable[[Mapping[str, Any]], float | None]
+
+
+def write(findings: Findings, directory: Path) -> list[Path]:
+    """Write report.html, report.md and the pictures of the latter; return the paths of the two. Raises: UserError."""
+    parts = build(findings)
+    (directory / "figures").mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        if isinstance(part, Figure):
+            write_atomic(directory / "figures" / f"{part.name}.svg", figures.standalone(part.svg))
+    paths = [directory / "report.html", directory / "report.md"]
+    write_atomic(paths[0], html(findings.study.title, parts))
+    write_atomic(paths[1], markdown(findings.study.title, parts))
+    return paths
+
+
+def build(findings: Findings) -> list[Part]:
+    """The parts of the report."""
+    parts: list[Part] = [Text(findings.study.question)] if findings.study.question else []
+    parts.append(Items(findings.summary()))
+    if any(result["steps"] for result in findings.every_result()):
+        parts += _losses(findings)
+        parts += _differences(findings)
+        parts += _curves(findings)
+    parts += _latency(findings)
+    parts += _roles(findings)
+    parts += _published(findings)
+    parts += _fairness(findings)
+    parts += _failures(findings)
+    parts += _provenance(findings)
+    return parts
+
+
+def _losses(findings: Findings) -> list[Part]:
+    rows = []
+    for c in findings.conditions:
+        planned = c.planned
+        rows.append(
+            [
+                c.label,
+                _count(planned.get("parameters")),
+                _flops(planned.get("forward_flops_per_token")),
+                _count(_first(c, "steps")),
+                number(c.loss),
+                number(c.summary(lambda r: r.get("bits_per_byte"))),
+                str(0 if c.loss is None else c.loss.n),
+                _time(c.summary(lambda r: r.get("training_seconds"))),
+            ]
+        )
+    columns = ("condition", "parameters", "FLOPs/token", "steps", "nats/token", "bits/byte", "n", "training time")
+    caption = (
+        f"Loss of the final weights on the split {findings.study.evaluation.split}: mean over n seeds ± half of the "
+        "95 % interval (Student's t). FLOPs of the forward pass. Training time: mean, without evaluation."
+    )
+    return [Heading("Results"), Table(columns, rows, caption)]
+
+
+def _differences(findings: Findings) -> list[Part]:
+    differences, base = findings.differences(), findings.baseline
+    if not differences or base is None:
+        return []
+    rows = [[label, signed(d), _interval(d), str(d.n)] for label, d in differences.items()]
+    caption = (
+        f"Loss minus that of {base.label}, seed by seed (same data order), in nats per token; below zero is better. "
+        "The interval is that of the mean difference."
+    )
+    return [Heading("Paired differences"), Table(("condition", "difference", "95 % interval", "pairs"), rows, caption)]
+
+
+def _interval(summary: Summary) -> str:
+    return "–" if summary.low is None else f"{summary.low:+.3f} to {summary.high:+.3f}"
+
+
+def _curves(findings: Findings) -> list[Part]:
+    parts: list[Part] = []
+    for axis, name in figures.AXES.items():
+        svg = figures.curves(findings, axis)
+        if svg is not None:
+            caption = f"Validation loss during training against {name}: mean over seeds, band from lowest to highest."
+            parts.append(Figure(f"loss-{axis}", svg, caption))
+    return [Heading("Curves"), *parts] if parts else []
+
+
+def _latency(findings: Findings) -> list[Part]:
+    def of(key: str, scale: float = 1.0) -> Number:
+        def value(result: Mapping[str, Any]) -> float | None:
+            found = (result["measures"].get("latency") or {}).get(key)
+            return None if found is None else scale * found
+
+        return value
+
+    measured = [c for c in findings.conditions if c.summary(of("cached_ms")) is not None]
+    if not measured:
+        return []
+    names = ("parameters", "without cache ms", "cached ms", "weights MB", "cache MB", "forward MB", "process MB", "n")
+    keys = (("recompute_ms", 1.0), ("cached_ms", 1.0), ("weight_bytes", 1e-6), ("kv_cache_bytes", 1e-6))
+    rows = []
+    for c in measured:
+        cells = [number(c.summary(of(key, scale)), 2) for key, scale in keys]
+        cells.append(number(c.summary(of("forward_peak_bytes", 1e-6)), 1))
+        cells.append(number(c.summary(lambda r: 1e-6 * r["peak_process_bytes"]), 0))
+        rows.append([c.label, _count(c.planned.get("parameters")), *cells, str(len(c.numbers(of("cached_ms"))))])
+    first = next(iter(measured[0].results.values()))["measures"]["latency"]
+    spreads = [value for c in measured for value in c.numbers(of("cached_spread")).values()]
+    caption = (
+        f"One token more after {first['length'] - 1} others, batch 1, {first['precision']} on {first['device']}, "
+        f"{first['threads']} thread(s); each number is a median of {first['rounds']} interleaved rounds after a "
+        f"warm-up, its mean over the runs ± 95 % interval; largest spread within a run {max(spreads):.0%}. Weights and "
+        "cache are counted. Forward MB: the most that a forward pass needs beside the weights (GPUs only). Process MB: "
+        "the most that the whole process ever had, libraries and evaluation included."
+    )
+    points = [
+        (series, [(c.label, c.planned["parameters"], _mean(c.summary(of(key)))) for c in measured])
+        for series, key in (("without cache", "recompute_ms"), ("with cache", "cached_ms"))
+    ]
+    svg = figures.against(findings, "latency", points, "milliseconds per token")
+    table = Table(("condition", *names), rows, caption)
+    return [Heading("Latency and memory"), table, Figure("latency", svg, "Latency against parameters.")]
+
+
+def _mean(summary: Summary | None) -> float:
+    assert summary is not None
+    return summary.mean
+
+
+def _roles(findings: Findings) -> list[Part]:
+    parts: list[Part] = []
+    for c in findings.conditions:
+        found = [r["measures"]["roles"] for r in c.results.values() if r["measures"].get("roles")]
+        if not found:
+            continue
+        parts.append(
+            Table(
+                ("", "nats/token", "n"),
+                _loss_rows(c, found[0]),
+                f"{c.label}: loss with a module frozen, and read out at other depths.",
+            )
+        )
+        rows = []
+        for index, application in enumerate(found[0]["applications"]):
+            cells = [
+                number(c.summary(_application(index, key))) for key in ("gate", "gate_on_zero_input", "rms", "change")
+            ]
+            rows.append([application["name"], *cells])
+        columns = ("application", "gate on text", "gate on zero input", "state RMS", "relative change")
+        parts.append(Table(columns, rows, f"{c.label}: each application of a module, mean over seeds and positions."))
+    if not parts:
+        return []
+    note = (
+        "Frozen: the module leaves the state as it is, at inference only. The gate is the share of the old state "
+        "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of "
+        "the state before it."
+    )
+    return [Heading("Roles"), Text(note), *parts]
+
+
+def _application(index: int, key: str) -> Number:
+    def value(result: Mapping[str, Any]) -> float | None:
+        roles = result["measures"].get("roles")
+        return roles["applications"][index][key] if roles else None
+
+    return value
+
+
+def _loss_rows(condition: ConditionResults, example: Mapping[str, Any]) -> list[list[str]]:
+    def summary(*path: str) -> list[str]:
+        def value(result: Mapping[str, Any]) -> float | None:
+            inner: Any = result["measures"].get("roles")
+            for part in path if inner else ():
+                inner = inner[part]
+            return inner or None
+
+        found = condition.summary(value)
+        return [number(found), str(0 if found is None else found.n)]
+
+    rows = [["as trained", *summary("loss")]]
+    rows += [[f"{module} frozen", *summary("loss_frozen", module)] for module in example["loss_frozen"]]
+    rows += [[f"read at depth {depth}", *summary("loss_at_depth", depth)] for depth in example["loss_at_depth"]]
+    return rows
+
+
+def _published(findings: Findings) -> list[Part]:
+    if not findings.study.published:
+        return []
+    rows = []
+    for item in findings.study.published:
+        ours = [c for c in findings.conditions if item.condition in (c.label, c.arm)]
+        found = [c for c in ours if c.label == item.condition] or ours
+        c = found[0] if found else None
+        rows.append(
+            [
+                item.what,
+                "–" if c is None else number(c.loss),
+                "–" if c is None else _setting(c),
+                f"{item.value:g}",
+                f"{item.setting}; {item.source}",
+            ]
+        )
+    columns = ("figure", "ours", "our setting", "published", "published setting")
+    note = (
+        "Nats per token of different texts, tokenizers and scales cannot be compared with each other; what can "
+        "be compared is which of two models is better, within one column."
+    )
+    return [Heading("Beside the published figures"), Text(note), Table(columns, rows)]
+
+
+def _setting(c: ConditionResults) -> str:
+    if not c.results:
+        return "not finished"
+    result = next(iter(c.results.values()))
+    evaluation, data = result["evaluation"], Path(str(result["evaluation"]["data_path"])).name
+    return (
+        f"{c.label}: {result['cost']['parameters']:,} parameters, {result['tokens']:,} tokens in {result['steps']:,} "
+        f"steps, {data}, split {evaluation['split']}, window {evaluation['window']}, {len(c.results)} seed(s)"
+    )
+
+
+def _fairness(findings: Findings) -> list[Part]:
+    study = findings.study
+    results = findings.every_result()
+    sentences = [
+        f"Budget: {study.budget.told} for every run.",
+        f"Evaluation: the final weights on the split {study.evaluation.split}, with the same windows for all.",
+        _data_order(findings),
+        _rates(findings),
+    ]
+    matched = {c.label: c.planned["matched"] for c in findings.conditions if c.planned.get("matched")}
+    sentences += [f"The width of {label} was solved for: {what}." for label, what in matched.items()]
+    if len({result["code"] for result in results}) > 1:
+        sentences.append("The runs were made by different states of the code: see the fingerprints below.")
+    if len({(r["threads"], r["evaluation"]["device"]) for r in results}) > 1:
+        sentences.append("The runs had different devices or numbers of threads: compare no times.")
+    if findings.plan.get("jobs", 1) > 1:
+        sentences.append(f"{findings.plan['jobs']} runs shared the machine at a time: times are longer than alone.")
+    return [Heading("What is the same for all"), Items([sentence for sentence in sentences if sentence])]
+
+
+def _data_order(findings: Findings) -> str:
+    keys = ("batch_size", "accumulation")
+    orders = {
+        (*(r["recipe"]["training"][k] for k in keys), r["evaluation"]["window"], r["evaluation"]["data"])
+        for r in findings.every_result()
+    }
+    if len(orders) <= 1:
+        return "Runs of one seed read the same text in the same order."
+    return "The runs differ in batch size, window or data, and so in the order of the text: pairs share only the seed."
+
+
+def _rates(findings: Findings) -> str:
+    rates: dict[float, list[str]] = {}
+    for c in findings.conditions:
+        for result in list(c.results.values())[:1]:
+            rates.setdefault(result["recipe"]["optimizer"]["lr"], []).append(c.label)
+    if len(rates) == 1:
+        return f"Peak learning rate {next(iter(rates)):g} for all; it was not tuned for each of them."
+    return "Peak learning rates: " + "; ".join(f"{lr:g} for {', '.join(labels)}" for lr, labels in rates.items()) + "."
+
+
+def _failures(findings: Findings) -> list[Part]:
+    rows = [[c.label, str(seed), message] for c in findings.conditions for seed, message in c.failed.items()]
+    if not rows:
+        return []
+    return [Heading("Failed runs"), Table(("condition", "seed", "error"), rows)]
+
+
+def _provenance(findings: Findings) -> list[Part]:
+    results = findings.every_result()
+    parts: list[Part] = [Heading("How to repeat it")]
+    file = shlex.quote(str(findings.path / "study.yaml"))
+    lines = [f"hrmlm study run {file} --out runs/again", "hrmlm study report runs/again"]
+    if results:
+        lines += ["", "# one run, and its evaluation:", *_commands(findings, results[0])]
+    parts.append(Code("\n".join(lines)))
+    if results:
+        facts = [[name, ", ".join(sorted({str(of(r)) for r in results}))] for name, of in _FACTS.items()]
+        parts.append(Table(("", "value"), facts, "Of all runs; several values where they differ."))
+        evaluation = results[0]["evaluation"]
+        parts.append(Text(f"How text is scored: {evaluation['rule']}."))
+    if findings.other_runs:
+        parts.append(Text(f"{findings.other_runs} runs of earlier versions of the study lie beside these, left out."))
+    rows = [
+        [result["id"], str(result["seed"]), "–" if loss_of(result) is None else f"{loss_of(result):.4f}"]
+        for result in results
+    ]
+    parts.append(Fold("Every run", [Table(("run", "seed", "nats/token"), rows)]))
+    parts.append(Fold("The study, resolved", [Code(yaml.safe_dump(findings.study.to_dict(), sort_keys=False))]))
+    return parts
+
+
+def _commands(findings: Findings, result: Mapping[str, Any]) -> list[str]:
+    evaluation, folder = result["evaluation"], findings.path / "runs" / result["id"]
+    if not result["steps"]:
+        return []
+    lines = [f"hrmlm train {shlex.quote(str(folder / 'train' / 'recipe.yaml'))} --out runs/one"]
+    if evaluation["first_tokens"] is None:
+        checkpoint = f"runs/one/checkpoints/{Path(evaluation['checkpoint']).name}"
+        data = shlex.quote(str(evaluation["data_path"]))
+        lines.append(
+            f"hrmlm evaluate {checkpoint} --data {data} --split {evaluation['split']} "
+            f"--window {evaluation['window']} --stride {evaluation['stride']} --batch-size {evaluation['batch_size']}"
+        )
+    return lines
+
+
+_FACTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "data (fingerprint)": lambda r: r["evaluation"]["data"],
+    "tokenizer (fingerprint)": lambda r: r["evaluation"]["tokenizer"],
+    "tokens scored": lambda r: f"{r['evaluation']['tokens']:,}",
+    "seeds": lambda r: r["seed"],
+    "device": lambda r: r["evaluation"]["device"],
+    "precision of training": lambda r: r["recipe"]["training"]["precision"],
+    "precision of evaluation": lambda r: r["evaluation"]["precision"],
+    "threads": lambda r: r["threads"],
+    "hrmlm": lambda r: r["hrmlm"],
+    "code (fingerprint)": lambda r: r["code"],
+    "torch": lambda r: r["torch"],
+    "Python": lambda r: r["python"],
+}
+
+
+def _first(c: ConditionResults, key: str) -> Any:
+    return next((result[key] for result in c.results.values()), c.planned.get(key))
+
+
+def _count(value: Any) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _flops(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _time(summary: Summary | None) -> str:
+    return "–" if summary is None else duration(summary.mean)

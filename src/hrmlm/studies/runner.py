@@ -1,0 +1,253 @@
+"""Runs a study to its end: each run in a process of its own, several at a time, whatever was interrupted before.
+
+Any number of these may work on one directory, on one machine or several: runs are claimed one by one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hrmlm.errors import UserError
+from hrmlm.studies import worker
+from hrmlm.studies.directory import StudyDirectory
+from hrmlm.studies.expand import Expansion, Run, StudyMistakes, device_mistakes, expand
+from hrmlm.studies.plan import duration, measure_steps, plan
+from hrmlm.studies.search import TrialSource
+from hrmlm.studies.spec import Study
+
+POLL_SECONDS = 0.2
+DEATHS = 3
+"""A run whose process is killed so often from outside, as by a lack of memory, has failed."""
+
+
+class Source(Protocol):
+    """Where runs come from."""
+
+    def open_runs(self) -> list[Run]:
+        """Runs that are neither finished nor failed; asked again and again, until there are none."""
+
+    def all_runs(self) -> list[Run]:
+        """All runs known so far."""
+
+
+@dataclass
+class FixedRuns:
+    """The runs of a grid."""
+
+    runs: list[Run]
+    place: StudyDirectory
+
+    def open_runs(self) -> list[Run]:
+        """See Source."""
+        return [run for run in self.runs if not self.place.is_done(run) and self.place.error(run.id) is None]
+
+    def all_runs(self) -> list[Run]:
+        """See Source."""
+        return self.runs
+
+
+@dataclass
+class Outcome:
+    """How it ended. failed: error messages by run; stopped_by: name of a signal, None if all runs are over."""
+
+    done: int
+    failed: dict[str, str]
+    total: int
+    stopped_by: str | None
+
+
+@dataclass
+class _Child:
+    """A run in its own process."""
+
+    run: Run
+    token: str
+    process: subprocess.Popen[bytes]
+    since: float = field(default_factory=time.monotonic)
+
+
+Tell = Callable[[str], None]
+
+
+def run_study(
+    study: Study, out: str | Path, *, jobs: int = 1, retry_failed: bool = False, tell: Tell = lambda line: None
+) -> Outcome:
+    """Run whatever of the study is not finished yet.
+
+    jobs: processes at a time; retry_failed: try failed runs again; tell: takes lines for people.
+    Raises: UserError before the first run for a study that cannot be run, with all of its mistakes.
+    """
+    if jobs < 1:
+        raise UserError(f"--jobs {jobs}: at least 1 is needed")
+    expansion = expand(study)
+    if mistakes := device_mistakes(expansion):
+        raise StudyMistakes(mistakes)
+    TrialSource.check(study)
+    place = StudyDirectory(out)
+    for key, (before, now) in place.store(study).items():
+        tell(f"{key} was {before!r} and is {now!r} now; runs that it does not change are kept")
+    seconds = measured_steps(expansion, place, tell)
+    source = source_of(expansion, place, seconds)
+    steps = {c.label: expansion.steps_of(c, seconds) for c in expansion.conditions}
+    conditions = [line.to_dict() for line in plan(expansion, {}, steps)]
+    place.store_plan(conditions, source.all_runs(), {"jobs": jobs, "data": str(expansion.data.path)})
+    for run in source.all_runs():
+        if retry_failed and place.error(run.id) is not None:
+            place.forget_error(run.id)
+    return _Runner(place, source, jobs, tell).loop()
+
+
+def measured_steps(expansion: Expansion, place: StudyDirectory, tell: Tell) -> dict[str, float] | None:
+    """Step times for a budget in seconds: measured once for all processes that share the study; None for others."""
+    if expansion.study.budget.kind != "seconds":
+        return None
+    stored = place.measured() or {}
+    missing = [c for c in expansion.conditions if c.label not in stored]
+    if not missing:
+        return stored
+    tell(f"measuring steps of {len(missing)} conditions: the budget is a time")
+    found = {label: timing.median for label, timing in measure_steps(missing, expansion).items()}
+    return place.store_measured({**found, **stored})
+
+
+def source_of(expansion: Expansion, place: StudyDirectory, step_seconds: Mapping[str, float] | None) -> Source:
+    """Where the runs of a study come from."""
+    search = expansion.study.search
+    if search is not None and search.engine != "grid":
+        return TrialSource(expansion, place, step_seconds)
+    return FixedRuns(expansion.runs(step_seconds), place)
+
+
+class _Runner:
+    """One process's work on a study."""
+
+    def __init__(self, place: StudyDirectory, source: Source, jobs: int, tell: Tell) -> None:
+        self.place, self.source, self.jobs, self.tell = place, source, jobs, tell
+        self.claims = place.claims
+        self.children: dict[str, _Child] = {}
+        self.deaths: dict[str, int] = {}
+        self.signal: str | None = None
+        self.waiting = False
+
+    def loop(self) -> Outcome:
+        """Start runs and look after them until all are over, or a signal asks to stop."""
+        with self._signals():
+            try:
+                while self.signal is None:
+                    self._reap()
+                    runs = self.source.open_runs()
+                    if not runs and not self.children:
+                        break
+                    self._start_some(runs)
+                    time.sleep(POLL_SECONDS)
+            finally:
+                self._stop_children()
+        return self._outcome()
+
+    def _start_some(self, runs: list[Run]) -> None:
+        for run in runs:
+            if len(self.children) >= self.jobs:
+                return
+            if run.id in self.children or (token := self.claims.take(run.id)) is None:
+                continue
+            if self.place.is_done(run) or self.place.error(run.id) is not None:  # while we looked
+                self.claims.release(run.id, token)
+                continue
+            self._start(run, token)
+        if runs and not self.children and not self.waiting:
+            self.waiting = True
+            self.tell(f"waiting for {len(runs)} runs that other processes work on")
+
+    def _start(self, run: Run, token: str) -> None:
+        self.place.describe(run)
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // self.jobs))
+        with open(self.place.folder(run.id) / "log.txt", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", worker.__name__, str(self.place.path), run.id, token],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C reaches us alone, and we stop them
+            )
+        self.children[run.id] = _Child(run, token, process)
+
+    def _reap(self) -> None:
+        for run_id, child in list(self.children.items()):
+            code = child.process.poll()
+            if code is None:
+                continue
+            del self.children[run_id]
+            self._ended(child, code)
+            self.claims.release(run_id, child.token)
+
+    def _ended(self, child: _Child, code: int) -> None:
+        run, taken = child.run, duration(time.monotonic() - child.since)
+        if code < 0 or code not in (worker.DONE, worker.FAILED, worker.STOPPED, worker.BUSY):
+            self._died(run, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        elif code == worker.DONE and (result := self.place.result(run)) is not None:
+            loss = "pruned" if result.get("pruned") else f"{result['loss']:.4f} nats per token"
+            self.tell(f"{self._count()} {run.condition}, seed {run.seed}: {loss} ({taken})")
+        elif (error := self.place.error(run.id)) is not None:
+            self.tell(f"{self._count()} {run.condition}, seed {run.seed} failed: {error.get('message')}")
+
+    def _died(self, run: Run, how: str) -> None:
+        self.deaths[run.id] = self.deaths.get(run.id, 0) + 1
+        log = self.place.folder(run.id) / "log.txt"
+        if self.deaths[run.id] < DEATHS:
+            return self.tell(f"{run.condition}, seed {run.seed}: its process ended by {how}; going on with it")
+        message = f"its process ended {DEATHS} times by {how}, as for lack of memory; see {log}"
+        worker.write_error(self.place, run.id, "ProcessDied", message)
+        self.tell(f"{run.condition}, seed {run.seed} failed: {message}")
+
+    def _count(self) -> str:
+        runs = self.source.all_runs()
+        return f"{sum(self._is_over(run) for run in runs)}/{len(runs)}"
+
+    def _is_over(self, run: Run) -> bool:
+        return self.place.is_done(run) or self.place.error(run.id) is not None
+
+    def _stop_children(self) -> None:
+        """Ask all to stop after the current step, saved; wait for them."""
+        for child in self.children.values():
+            child.process.terminate()
+        for run_id, child in self.children.items():
+            child.process.wait()
+            self.claims.release(run_id, child.token)
+        self.children.clear()
+
+    def _outcome(self) -> Outcome:
+        runs = self.source.all_runs()
+        errors = {run.id: self.place.error(run.id) for run in runs if not self.place.is_done(run)}
+        failed = {run_id: str(error.get("message")) for run_id, error in errors.items() if error is not None}
+        return Outcome(sum(self.place.is_done(run) for run in runs), failed, len(runs), self.signal)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C stop the study; runs are saved."""
+
+        def request(number: int, frame: object) -> None:
+            if self.signal:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number).name
+
+        previous: dict[signal.Signals, Any] = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous[number] = signal.signal(number, request)
+        except ValueError:
+            pass  # not the main thread: signals are the caller's business
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

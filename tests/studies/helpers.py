@@ -1,0 +1,53 @@
+"""Tiny studies over bytes, and a way to run them within the process of the test."""
+
+from pathlib import Path
+from typing import Any
+
+from hrmlm.studies import worker
+from hrmlm.studies.directory import StudyDirectory
+from hrmlm.studies.expand import Expansion, expand
+from hrmlm.studies.plan import plan
+from hrmlm.studies.spec import Study
+
+TINY = {"context": 32, "d_model": 32, "n_heads": 2}
+
+
+def settings(data: Path | str | None, **changes: Any) -> dict[str, Any]:
+    """Settings of a study of two arms that runs in seconds; changes: whole sections."""
+    return {
+        "name": "tiny",
+        "title": "A tiny study",
+        "base": {
+            "data": {"path": None if data is None else str(data), "window": 16},
+            "training": {"batch_size": 2, "eval_every": 4, "eval_tokens": 100, "save_every": 3},
+            "optimizer": {"lr": 3e-3},
+        },
+        "arms": {
+            "hrm": {"model": {"family": "hrm_lm", **TINY, "n_cycles": 2, "fast_steps": 1}},
+            "plain": {"model": {"family": "transformer", **TINY, "n_layers": 2}, "match": {"to": "hrm"}},
+        },
+        "evaluation": {"tokens": 300},
+        "seeds": 3,
+        "budget": {"steps": 8},
+        **changes,
+    }
+
+
+def study(data: Path | str | None, **changes: Any) -> Study:
+    return Study.parse(settings(data, **changes), "study")
+
+
+def run_here(study: Study, out: Path) -> Expansion:
+    """Do all runs that are not over, one after the other, in this process."""
+    expansion, place = expand(study), StudyDirectory(out)
+    place.store(study)
+    steps = {c.label: expansion.steps_of(c) for c in expansion.conditions}
+    runs = expansion.runs()
+    place.store_plan([line.to_dict() for line in plan(expansion, {}, steps)], runs, {"jobs": 1})
+    for run in runs:
+        if not place.is_done(run) and place.error(run.id) is None:
+            token = place.claims.take(run.id)
+            assert token is not None
+            place.describe(run)
+            worker.main(str(out), run.id, token)
+    return expansion
