@@ -135,7 +135,7 @@ def test_last_refuses_several_tokens_at_once() -> None:
     ("text", "told"),
     [
         ("firs", "did you mean 'first'"),
-        ("every", "did you mean 'every:2'"),
+        ("every", "did you mean 'every:K'"),
         ("every:0", "from 1 on"),
         ("every:x", "from 1 on"),
         ("every:-1", "from 1 on"),
