@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. It decides nothing."""
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -349,6 +350,8 @@ def generate(
     dtype = getattr(torch, precision.value)
     with Generator(model, tokenizer, pack=pack, compile=compile, dtype=dtype) as generator:
         if state is not None:
+            if show_depth:
+                raise UserError("--show-depth and --state exclude each other; --json tells the steps of every token")
             return _generate_from(state, source, generator, texts[0], options, as_json)
         if show_depth and not as_json:
             most = (depth or model.trained_depth) * model.n_passes
@@ -374,6 +377,8 @@ def _generate_from(path: Path, source: Any, generator: Any, prompt: str, options
     from hrmlm.inference.states import ContinuedText, TextState
 
     weights = source.files[WEIGHTS]["sha256"]
+    if not os.access(path.absolute().parent, os.W_OK):  # before the text is made, not after
+        raise UserError(f"--state {path}: its directory does not exist or cannot be written; create it first")
     if path.exists():
         text = TextState.load(path, generator.model, generator.tokenizer, weights, options.depth)
     else:

@@ -139,6 +139,16 @@ def test_table_picture_and_json(tmp_path: Path) -> None:
     assert values["gain_beyond_window"] == pytest.approx(result.beyond[0])
 
 
+def test_one_document_tells_no_error() -> None:
+    """A standard error of one document does not exist: null in JSON, and no verdict."""
+    result = probe(lively_model(MEMORY[0]), stream(60))
+    console = Console(file=io.StringIO(), width=100)
+    show(result, console)
+    assert "cannot be judged from one document" in " ".join(console.file.getvalue().split())
+    assert "NaN" not in json.dumps(result.to_dict())
+    assert result.to_dict()["gain_error"] is None
+
+
 def test_mistakes() -> None:
     model, ids = build(MEMORY[0]), stream(40)
     with pytest.raises(UserError, match="no memory to look into"):

@@ -224,6 +224,8 @@ def test_mistakes_of_the_command(checkpoint: Path, tmp_path: Path, capsys: pytes
         ((checkpoint, "--state", new), "no prompt"),
         ((checkpoint, "--state", new, "--prompt", "a", "--prompt", "b"), "2 prompts with --state"),
         ((checkpoint, "--state", new, "--prompt", "a", "--no-cache"), "leave --no-cache out"),
+        ((checkpoint, "--state", new, "--prompt", "a", "--show-depth"), "exclude each other"),
+        ((checkpoint, "--state", tmp_path / "none" / "x.state", "--prompt", "a"), "create it first"),
         ((plain, "--state", new, "--prompt", "a"), "no state of constant size"),
     ):
         code, out, err = run(capsys, "generate", *arguments)

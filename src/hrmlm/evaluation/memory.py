@@ -7,6 +7,7 @@ training window. The differences between the losses of the same tokens are what 
 Shapes: B documents, L positions, S slots.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,7 +99,8 @@ class MemoryProbe:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as values for JSON."""
         gain, error = self.beyond
-        return {**asdict(self), "gain_beyond_window": gain, "gain_error": error, "hrmlm_version": hrmlm.__version__}
+        whole = {**asdict(self), "gain_beyond_window": gain, "gain_error": error, "hrmlm_version": hrmlm.__version__}
+        return _without_nan(whole)
 
 
 def read_ids(data: Path, split: str, tokenizer: "Tokenizer") -> NDArray[np.integer]:
@@ -313,16 +315,32 @@ def show(result: MemoryProbe, console: "Console") -> None:
     for part in result.positions:
         where = f"{part.start}-{part.end - 1}"
         pair = (f"{part.carried:.4f}", f"{part.reset:.4f}")
-        saved = f"{part.reset - part.carried:+.4f} ± {part.error:.4f}"
+        saved = f"{part.reset - part.carried:+.4f} {_error(part.error)}"
         table.add_row(where, f"{part.tokens:,}", *pair, saved)
     console.print(table)
     gain, error = result.beyond
     verdict = "helps" if gain > 2 * error else "helps at most a little" if gain > 0 else "does not help"
+    if math.isnan(error):
+        verdict = "cannot be judged from one document"
     console.print(
         f"{result.documents} documents, {result.tokens:,} tokens, segments of {result.segment}, window "
-        f"{result.window}. Carrying the memory beyond the window {verdict}: {gain:+.4f} ± {error:.4f} nats per token.",
+        f"{result.window}. Carrying the memory beyond the window {verdict}: {gain:+.4f} {_error(error)} nats per "
+        "token.",
         highlight=False,
     )
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with None for what is not a number (an error of a single document): JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _error(error: float) -> str:
+    return "± unknown (one document)" if math.isnan(error) else f"± {error:.4f}"
 
 
 def write(result: MemoryProbe, directory: Path) -> Path:
