@@ -205,7 +205,7 @@ class Case:
         cache = model.new_cache(self.batch, self.context)
         model(self.tokens_BL[:, :-1], cache=cache, read_B=torch.zeros(self.batch, dtype=torch.long))
         last_B1 = self.tokens_BL[:, -1:]
-        total = model.trained_depth * model.n_passes
+        total = model.total_cycles()
 
         def decode() -> None:
             call = model.prepare(last_B1, cache=cache)

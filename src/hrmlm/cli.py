@@ -354,7 +354,7 @@ def generate(
                 raise UserError("--show-depth and --state exclude each other; --json tells the steps of every token")
             return _generate_from(state, source, generator, texts[0], options, as_json)
         if show_depth and not as_json:
-            most = (depth or model.trained_depth) * model.n_passes
+            most = model.total_cycles(depth)
             return show_depths(generator.engine(texts, options), texts, most)
         if len(texts) == 1 and not as_json:
             events = generator.stream(texts[0], options)  # refuses a bad prompt before anything is printed

@@ -36,6 +36,18 @@ def print_json(value: Any) -> None:
     print(text)
 
 
+def _deliver(study: Any, result: Any, out: Path | None, as_json: bool) -> None:
+    """Write the result of a probe where it was asked for, and print it: by the `write` and `show` of its module."""
+    picture = study.write(result, out) if out is not None else None
+    if as_json:
+        return print_json(result.to_dict())
+    from rich.console import Console
+
+    study.show(result, Console())
+    if picture is not None:
+        print(f"Picture: {picture}")
+
+
 @probe.command()
 def depth(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
@@ -88,14 +100,7 @@ def depth(
         compare=lambda asked: agreements(model, _stream(source, data, split, tokens), asked, **settings),
         speeds=_speeds(model, source, data, split, seconds),
     )
-    picture = study.write(result, out) if out is not None else None
-    if as_json:
-        return print_json(result.to_dict())
-    from rich.console import Console
-
-    study.show(result, Console())
-    if picture is not None:
-        print(f"Picture: {picture}")
+    _deliver(study, result, out, as_json)
 
 
 @probe.command()
@@ -136,14 +141,7 @@ def cache(
         depth=depth,
         speeds=_speeds(model, source, data, split, seconds),
     )
-    picture = study.write(result, out) if out is not None else None
-    if as_json:
-        return print_json(result.to_dict())
-    from rich.console import Console
-
-    study.show(result, Console())
-    if picture is not None:
-        print(f"Picture: {picture}")
+    _deliver(study, result, out, as_json)
 
 
 @probe.command()
@@ -181,14 +179,7 @@ def memory(
         batch_size=batch_size,
         names={"checkpoint": str(source.path), "data": str(data), "split": split if data.is_dir() else None},
     )
-    picture = study.write(result, out) if out is not None else None
-    if as_json:
-        return print_json(result.to_dict())
-    from rich.console import Console
-
-    study.show(result, Console())
-    if picture is not None:
-        print(f"Picture: {picture}")
+    _deliver(study, result, out, as_json)
 
 
 def _speeds(

@@ -101,7 +101,7 @@ def default_policies(model: LanguageModel, depth: int | None = None) -> list[Cac
         model.check_cache_policy(parse_cache_policy("first"), depth)
     except UserError:
         return [FULL]
-    cycles = (depth or model.trained_depth) * model.n_passes
+    cycles = model.total_cycles(depth)
     if cycles == 1:
         return [FULL]
     names = [f"every:{k}" for k in (2, 4, 8) if k < cycles]

@@ -136,7 +136,7 @@ def default_exits(model: LanguageModel) -> list[str]:
             return False
         return True
 
-    return [] if model.learns_depth or model.trained_depth * model.n_passes == 1 else [e for e in EXITS if can(e)]
+    return [] if model.learns_depth or model.total_cycles() == 1 else [e for e in EXITS if can(e)]
 
 
 def default_depths(model: LanguageModel) -> list[int]:
@@ -174,7 +174,7 @@ def _applications(model: LanguageModel, depth: int | None, cycles: int) -> int:
 
 def _executed(model: LanguageModel, report: LossReport) -> dict[int, int]:
     """Number of tokens by outer steps executed."""
-    most = (report.depth or model.trained_depth) * model.n_passes
+    most = model.total_cycles(report.depth)
     if report.steps is None:
         return {most: report.tokens}
     if report.halting != "sequence" or most == 1:

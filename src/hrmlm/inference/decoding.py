@@ -69,7 +69,7 @@ class Decoder(ABC):
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], sampler: Sampler, depth: Depth) -> None:
         model = runner.model
         self.runner, self.model, self.sampler, self.depth = runner, model, sampler, depth
-        self.total = (depth.depth or model.trained_depth) * model.n_passes  # cycles of the full pass
+        self.total = model.total_cycles(depth.depth)
         self.device = next(model.parameters()).device
         self.forwards = 0
         # Right-padded ids, and how many of each row are real.

@@ -52,7 +52,7 @@ def check_drafting(model: LanguageModel, draft: DraftOptions, depth: Depth) -> N
         raise UserError("drafting and an exit rule exclude each other: drafts need all positions at the same depth")
     if model.learns_depth and depth.depth is None:
         raise UserError("drafting needs all positions at the same depth, and this model learns it; give a depth")
-    most = (depth.depth or model.trained_depth) * model.n_passes - 1
+    most = model.total_cycles(depth.depth) - 1
     if most < 1:
         raise UserError("drafting needs a model of at least 2 cycles")
     if draft.cycles is not None and not 1 <= draft.cycles <= most:
@@ -156,7 +156,7 @@ class Drafting(Cached):
 def reading_shares(model: LanguageModel, depth: int | None) -> tuple[float, float, float]:
     """Shares of a token's time, by the weights that are read: what runs once, one cycle, the head."""
     schedule = model.schedule(depth)
-    total = (depth or model.trained_depth) * model.n_passes
+    total = model.total_cycles(depth)
     weights = {
         name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in {a.module for a in schedule}
     }

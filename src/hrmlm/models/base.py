@@ -320,6 +320,10 @@ class LanguageModel(nn.Module, ABC):
                     states = self.cut(states) if call.early_cut else states
             yield self.finish(self.read(states), call)
 
+    def total_cycles(self, depth: int | None = None) -> int:
+        """Cycles, steps or layers of a whole pass of this depth (None: as trained), over all supervision passes."""
+        return (depth or self.trained_depth) * self.n_passes
+
     def repeated_modules(self) -> Iterable[nn.Module]:
         """Modules whose weights are applied M times and start smaller (scaled init)."""
         return ()

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from hrmlm.errors import UserError
+from hrmlm.signals import StopSignal
 from hrmlm.studies import worker
 from hrmlm.studies.directory import StudyDirectory
 from hrmlm.studies.expand import Expansion, Run, StudyMistakes, device_mistakes, expand
@@ -135,14 +135,14 @@ class _Runner:
         self.claims = place.claims
         self.children: dict[str, _Child] = {}
         self.deaths: dict[str, int] = {}
-        self.signal: str | None = None
+        self.stop = StopSignal()
         self.waiting = False
 
     def loop(self) -> Outcome:
         """Start runs and look after them until all are over, or a signal asks to stop."""
-        with self._signals():
+        with self.stop.caught():
             try:
-                while self.signal is None:
+                while self.stop.name is None:
                     self._reap()
                     runs = self.source.open_runs()
                     if not runs and not self.children:
@@ -229,25 +229,4 @@ class _Runner:
         runs = self.source.all_runs()
         errors = {run.id: self.place.error(run.id) for run in runs if not self.place.is_done(run)}
         failed = {run_id: str(error.get("message")) for run_id, error in errors.items() if error is not None}
-        return Outcome(sum(self.place.is_done(run) for run in runs), failed, len(runs), self.signal)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C stop the study; runs are saved."""
-
-        def request(number: int, frame: object) -> None:
-            if self.signal:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number).name
-
-        previous: dict[signal.Signals, Any] = {}
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                previous[number] = signal.signal(number, request)
-        except ValueError:
-            pass  # not the main thread: signals are the caller's business
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return Outcome(sum(self.place.is_done(run) for run in runs), failed, len(runs), self.stop.name)

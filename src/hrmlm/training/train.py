@@ -1,10 +1,7 @@
 """A whole training run: recipe and prepared data in, run directory out. Resumable exactly, stoppable at any moment."""
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from hrmlm.errors import UserError
 from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.files import write_json
 from hrmlm.models import LanguageModel, ModelConfig, build_model
+from hrmlm.signals import StopSignal
 from hrmlm.training import depth
 from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, read_metrics, supersede
 from hrmlm.training.recipe import Recipe
@@ -131,7 +129,7 @@ class _Session:
         self.recipe, self.run, self.reporter = recipe, run, reporter
         self.metrics: Metrics | None = None
         self.notes: list[str] = []
-        self.signal: str | None = None
+        self.stop = StopSignal()
 
     def open_data(self) -> None:
         """Open and check the data; nothing is written before this has worked."""
@@ -302,20 +300,20 @@ class _Session:
         training, progress = self.recipe.training, self.trainer.progress
         started, rates = time.perf_counter(), []
         self.reporter.start(self.recipe, progress.step, self.notes)
-        with self._signals():
+        with self.stop.caught():
             try:
                 if self._evaluation_is_due():  # a signal came between this step and its evaluation
                     self._evaluate()
                 for result in self.trainer.steps():
                     rates.append(result.tokens / result.seconds)
                     self._record(result, rates[-1])
-                    if self.signal:
+                    if self.stop.name:
                         break
                     if self._evaluation_is_due():
                         self._evaluate()
                     if _due(result.step, training.save_every):
                         self._save()
-                if self.signal is None and self._evaluation_is_old():
+                if self.stop.name is None and self._evaluation_is_old():
                     self._evaluate()
                 self._save()
             except TrainingDiverged as error:
@@ -323,7 +321,7 @@ class _Session:
                 raise
             finally:
                 self.reporter.stop()
-        self._log("stop", reason=self.signal or "complete")
+        self._log("stop", reason=self.stop.name or "complete")
         return self._result(rates, time.perf_counter() - started)
 
     def _evaluation_is_due(self) -> bool:
@@ -420,9 +418,9 @@ class _Session:
             best_loss=progress.best_loss,
             tokens_per_second=sorted(rates)[len(rates) // 2] if rates else 0.0,
             seconds=seconds,
-            stopped_by=self.signal,
+            stopped_by=self.stop.name,
         )
-        if self.signal is None:
+        if self.stop.name is None:
             write_json(self.run.path / "result.json", vars(result))
         return result
 
@@ -433,27 +431,6 @@ class _Session:
     def _log(self, event: str, **values: Any) -> None:
         assert self.metrics is not None
         self.metrics.write(event, self.trainer.progress.step if hasattr(self, "trainer") else 0, **values)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
-
-        def request(number: int, frame: object) -> None:
-            if self.signal:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number).name
-
-        previous: dict[signal.Signals, Any] = {}
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                previous[number] = signal.signal(number, request)
-        except ValueError:
-            pass  # not the main thread: signals are the caller's business
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def close(self) -> None:
         """Close the record and let other processes use the directory."""

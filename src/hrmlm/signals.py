@@ -1,0 +1,33 @@
+"""Stopping long work by SIGTERM or Ctrl-C, at a moment of its own choosing."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class StopSignal:
+    """Remembers a request to stop; a second one interrupts at once. name: of the signal, None before one came."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """While this lasts, the two signals are remembered here; outside the main thread they are the caller's."""
+        previous: dict[signal.Signals, Any] = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous[number] = signal.signal(number, self._request)
+        except ValueError:
+            pass  # not the main thread
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _request(self, number: int, frame: object) -> None:
+        if self.name:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
