@@ -75,8 +75,9 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font
 th,td{padding:.4rem .6rem;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
 pre{background:var(--tint);padding:.8rem;border-radius:6px;white-space:pre-wrap;font-size:.85rem}
-figure{margin:1.2rem 0}svg{width:100%;height:auto;display:block}summary{cursor:pointer;color:var(--soft)}
-.summary{background:var(--tint);border-radius:8px;padding:.4rem 1rem}
+figure{margin:1.2rem 0;max-width:44rem}svg{width:100%;height:auto;display:block}
+summary{cursor:pointer;color:var(--soft)}
+.summary{background:var(--tint);border-radius:8px;padding:.4rem 1rem .4rem 1.9rem}
 @media(max-width:40rem){thead{display:none}tr{display:block;border-bottom:2px solid var(--line);padding:.4rem 0}
 td,tbody th{display:flex;justify-content:space-between;gap:1rem;border:0;padding:.15rem 0;text-align:right}
 tbody th:first-child{text-align:left;font-weight:700}

@@ -59,7 +59,7 @@ def against(
         axes.plot([p[1] for p in ordered], [p[2] for p in ordered], "o", ms=5, label=series, color=colour)
         for label, parameters, number in ordered:
             axes.annotate(
-                label, (parameters, number), textcoords="offset points", xytext=(4, 4), fontsize=7, color=_INK
+                label, (parameters, number), textcoords="offset points", xytext=(4, 4), fontsize=8, color=_INK
             )
     axes.set(xlabel="parameters", ylabel=y, ylim=(0, None))
     _legend(figure, axes, len(values))
@@ -85,7 +85,7 @@ def _axes() -> tuple[Any, Any]:
         **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     }
     with plots.rc_context(style):
-        figure, axes = plots.subplots(figsize=(6.4, 3.9), layout="constrained")
+        figure, axes = plots.subplots(figsize=(4.9, 3.4), layout="constrained")
         axes.grid(alpha=0.2, color=_INK)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -93,7 +93,7 @@ def _axes() -> tuple[Any, Any]:
 
 def _legend(figure: Any, axes: Any, entries: int) -> None:
     legend = figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(entries, 2), frameon=False, fontsize=8
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(entries, 2), frameon=False, fontsize=9
     )
     for text in legend.get_texts():
         text.set_color(_INK)
