@@ -7,6 +7,7 @@ from hrmlm.studies import worker
 from hrmlm.studies.directory import StudyDirectory
 from hrmlm.studies.expand import Expansion, expand
 from hrmlm.studies.plan import plan
+from hrmlm.studies.search import TrialSource
 from hrmlm.studies.spec import Study
 
 TINY = {"context": 32, "d_model": 32, "n_heads": 2}
@@ -51,3 +52,21 @@ def run_here(study: Study, out: Path) -> Expansion:
             place.describe(run)
             worker.main(str(out), run.id, token)
     return expansion
+
+
+def search_here(study: Study, out: Path, retry_failed: bool = False) -> TrialSource:
+    """Do all trials of a search, one after the other, in this process."""
+    expansion, place = expand(study), StudyDirectory(out)
+    place.store(study)
+    source = TrialSource(expansion, place, None)
+    steps = {c.label: expansion.steps_of(c) for c in expansion.conditions}
+    place.store_plan([line.to_dict() for line in plan(expansion, {}, steps)], [], {"jobs": 1})
+    for run in source.all_runs() if retry_failed else []:
+        if place.error(run.id) is not None:
+            source.retry(run)
+    while runs := source.open_runs():
+        token = place.claims.take(runs[0].id)
+        assert token is not None
+        place.describe(runs[0])
+        worker.main(str(out), runs[0].id, token)
+    return source

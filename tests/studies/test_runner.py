@@ -1,5 +1,6 @@
 """Studies run to their end: killed and resumed, shared by processes, with failures marked and passed over."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,14 +16,17 @@ import yaml
 
 from hrmlm.errors import UserError
 from hrmlm.evaluation import timing
+from hrmlm.studies.collect import collect
 from hrmlm.studies.directory import StudyDirectory
+from hrmlm.studies.document import markdown
 from hrmlm.studies.expand import expand
 from hrmlm.studies.plan import ITERATIONS, WARMUP, measure_steps
+from hrmlm.studies.report import build
 from hrmlm.studies.runner import run_study
-from hrmlm.studies.search import TrialSource
+from hrmlm.studies.search import PRUNE_AFTER, TrialSource
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.trainer import StepResult, Trainer
-from tests.studies.helpers import run_here, settings, study
+from tests.studies.helpers import run_here, search_here, settings, study
 from tests.test_cli import Capture, call, refused
 from tests.training.helpers import environment, record, steps_done, wait_for
 
@@ -129,7 +133,7 @@ def test_failed_runs_are_marked_and_the_others_go_on(data: Path, tmp_path: Path,
     assert (out / "runs" / run_id / "error.json").stat().st_mtime_ns == stamp, "failed runs are not tried again unasked"
     assert call("study", "report", out) == 0
     assert "1 failed" in capsys.readouterr().out
-    StudyDirectory(out).forget_error(run_id)
+    StudyDirectory(out).forget(run_id)
     run_here(study(data, **values), out)
     assert (out / "runs" / run_id / "error.json").stat().st_mtime_ns > stamp
 
@@ -244,10 +248,85 @@ def test_search_without_optuna_says_what_to_install(data: Path) -> None:
         pytest.skip("Optuna is installed")
 
 
-def test_search_with_optuna(data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="the search by TPE needs the extra `study`, which is not installed here")
-    space = {"optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True}}
-    values = study(data, **ONE, budget={"steps": 8}, search={"engine": "tpe", "trials": 3, "space": space})
-    outcome = run_study(values, tmp_path / "out")
-    assert (outcome.done, outcome.total, outcome.failed) == (6, 6, {})
-    assert run_study(values, tmp_path / "out").total == 6, "a finished search asks for nothing more"
+SPACE = {"optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True}}
+WITH_OPTUNA = pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="the search by TPE needs the extra `study`"
+)
+
+
+def searched(trials: int, space: dict[str, Any] = SPACE, **changes: Any) -> dict[str, Any]:
+    return {**ONE, **changes, "search": {"engine": "tpe", "trials": trials, "space": space}}
+
+
+ONE_ARM = {"hrm": settings(None)["arms"]["hrm"]}
+
+
+@WITH_OPTUNA
+def test_a_killed_search_goes_on_and_two_processes_share_one(data: Path, tmp_path: Path) -> None:
+    values = settings(data, **searched(3, budget={"steps": 60}, arms=ONE_ARM))
+    values["base"]["training"] |= {"eval_every": 30, "save_every": 10}
+    file, out = written(tmp_path / "s.yaml", values), tmp_path / "out"
+    with started(file, out) as process:
+        wait_for(lambda: any(steps_done(path) >= 12 for path in out.glob("runs/*/train")), 120)
+        process.kill()  # its run notices, saves and stops
+        process.wait()
+    with started(file, out) as first, started(file, out) as second:
+        assert (first.wait(240), second.wait(240)) == (0, 0)
+    found = [json.loads(path.read_text()) for path in out.glob("runs/*/result.json")]
+    assert sorted(result["trial"] for result in found) == [0, 1, 2]
+    for path in out.glob("runs/*/train"):
+        steps = [line["step"] for line in record(path)]
+        assert steps == list(range(1, len(steps) + 1)), "a killed trial goes on where it was"
+    assert run_study(study(data, **values), out).total == 3, "a finished search asks for nothing more"
+
+
+@WITH_OPTUNA
+def test_each_arm_is_searched_with_as_many_trials(data: Path, tmp_path: Path) -> None:
+    source = search_here(study(data, **searched(3, budget={"steps": 4})), tmp_path)
+    assert sorted((run.condition, run.trial) for run in source.all_runs()) == [
+        (arm, trial) for arm in ("hrm", "plain") for trial in range(3)
+    ]
+    assert len({run.recipe.optimizer.lr for run in source.all_runs()}) == 3, "both arms get the same draws"
+
+
+@WITH_OPTUNA
+def test_trials_that_fail_are_tried_again_with_the_same_values(data: Path, tmp_path: Path) -> None:
+    space = {"optimizer.lr": {"low": 1e29, "high": 1e30, "log": True}}
+    values = study(data, **searched(2, space, budget={"steps": 4}))
+
+    def tried(**options: bool) -> dict[str, float]:
+        runs = search_here(values, tmp_path, **options).all_runs()
+        assert all(StudyDirectory(tmp_path).error(run.id) for run in runs)
+        return {run.id: run.recipe.optimizer.lr for run in runs}
+
+    first = tried()
+    assert len(first) == 4
+    assert tried() == first, "failed trials are not tried again unasked"
+    again = tried(retry_failed=True)
+    assert sorted(again.values()) == sorted(first.values())
+    assert tried() == again
+
+
+@WITH_OPTUNA
+def test_equal_trials_share_a_run_and_end(data: Path, tmp_path: Path) -> None:
+    values = study(data, **searched(4, {"optimizer.lr": [1e-3]}, budget={"steps": 4}, arms=ONE_ARM))
+    assert len(search_here(values, tmp_path).all_runs()) == 4
+    assert len(list(tmp_path.glob("runs/*/result.json"))) == 1
+
+
+@WITH_OPTUNA
+def test_hopeless_trials_are_pruned_and_reported(data: Path, tmp_path: Path) -> None:
+    space = {"optimizer.lr": {"low": 1e-9, "high": 1e-2, "log": True}}
+    values = study(data, **searched(8, space, budget={"steps": 16}, arms=ONE_ARM))
+    rates = {run.id: run.recipe.optimizer.lr for run in search_here(values, tmp_path).all_runs()}
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/result.json")]
+    pruned = [result for result in found if result.get("pruned")]
+    assert 0 < len(pruned) <= len(found) - PRUNE_AFTER
+    assert max(rates, key=rates.__getitem__) not in {result["id"] for result in pruned}
+    for result in pruned:
+        assert steps_done(tmp_path / "runs" / result["id"] / "train") < 16
+    findings = collect(tmp_path)
+    assert f"8 of 8 runs are finished, {len(pruned)} of them pruned" in findings.summary()[0]
+    labels = [condition.label for condition in findings.conditions if condition.pruned]
+    assert sorted(labels) == sorted(f"hrm, trial {r['trial']}: lr={rates[r['id']]:.3g}" for r in pruned)
+    assert markdown("r", build(findings)).count("| pruned |") == len(pruned)

@@ -54,6 +54,11 @@ class ConditionResults:
         return self.summary(loss_of)
 
     @property
+    def pruned(self) -> int:
+        """Runs that a search gave up before their end; they have no loss."""
+        return sum("pruned" in result for result in self.results.values())
+
+    @property
     def arm(self) -> str:
         """The arm it belongs to."""
         return self.label.split(", ")[0]
@@ -91,8 +96,9 @@ class Findings:
         return found
 
     def every_result(self) -> list[Result]:
-        """All finished runs."""
-        return [result for condition in self.conditions for result in condition.results.values()]
+        """All runs that were trained to their end."""
+        results = [result for condition in self.conditions for result in condition.results.values()]
+        return [result for result in results if "pruned" not in result]
 
     def best_by_arm(self) -> dict[str, ConditionResults]:
         """Of a search: the condition with the lowest mean of each arm."""
@@ -147,11 +153,18 @@ def collect(directory: str | Path) -> Findings:
 
 def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
     """The runs of a search, each with the values it tried in its label."""
+    assert study.search is not None
     found = []
     for file in sorted(place.runs.glob("*/run.json")):
         run = Run.of(read_json(file))
-        if run.trial is not None and study.search is not None:
-            found.append({"id": run.id, "condition": f"{run.condition}, trial {run.trial}", "seed": run.seed})
+        if run.trial is not None:
+            settings, tried = run.recipe.to_dict(), []
+            for key in study.search.space:
+                section, _, name = key.partition(".")
+                value = settings[section][name]
+                tried.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
+            label = f"{run.condition}, trial {run.trial}: {', '.join(tried)}"
+            found.append({"id": run.id, "condition": label, "seed": run.seed})
     return found
 
 

@@ -131,7 +131,7 @@ class StudyDirectory:
         file = self.folder(run_id) / "error.json"
         return read_json(file) if file.is_file() else None
 
-    def forget_error(self, run_id: str) -> None:
-        """Let a failed run be tried again, from its first step: what made it fail may be in its checkpoints."""
-        shutil.rmtree(self.folder(run_id) / "train", ignore_errors=True)
+    def forget(self, run_id: str) -> None:
+        """Forget a failed run with its checkpoints, in which may be what made it fail."""
         (self.folder(run_id) / "error.json").unlink(missing_ok=True)
+        shutil.rmtree(self.folder(run_id), ignore_errors=True)

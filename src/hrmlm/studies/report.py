@@ -58,7 +58,7 @@ def _losses(findings: Findings) -> list[Part]:
                 _count(planned.get("parameters")),
                 _flops(planned.get("forward_flops_per_token")),
                 _count(_first(c, "steps")),
-                number(c.loss),
+                "pruned" if c.pruned else number(c.loss),
                 number(c.summary(lambda r: r.get("bits_per_byte"))),
                 str(0 if c.loss is None else c.loss.n),
                 _time(c.summary(lambda r: r.get("training_seconds"))),
@@ -266,7 +266,7 @@ def _data_order(findings: Findings) -> str:
 def _rates(findings: Findings) -> str:
     rates: dict[float, list[str]] = {}
     for c in findings.conditions:
-        for result in list(c.results.values())[:1]:
+        for result in [r for r in c.results.values() if "recipe" in r][:1]:
             rates.setdefault(result["recipe"]["optimizer"]["lr"], []).append(c.label)
     if len(rates) == 1:
         return f"Peak learning rate {next(iter(rates)):g} for all; it was not tuned for each of them."

@@ -38,6 +38,9 @@ class Source(Protocol):
     def all_runs(self) -> list[Run]:
         """All runs known so far."""
 
+    def retry(self, run: Run) -> None:
+        """Let a failed run be tried again, from its first step."""
+
 
 @dataclass
 class FixedRuns:
@@ -53,6 +56,10 @@ class FixedRuns:
     def all_runs(self) -> list[Run]:
         """See Source."""
         return self.runs
+
+    def retry(self, run: Run) -> None:
+        """See Source."""
+        self.place.forget(run.id)
 
 
 @dataclass
@@ -102,7 +109,7 @@ def run_study(
     place.store_plan(conditions, source.all_runs(), {"jobs": jobs, "data": str(expansion.data.path)})
     for run in source.all_runs():
         if retry_failed and place.error(run.id) is not None:
-            place.forget_error(run.id)
+            source.retry(run)
     return _Runner(place, source, jobs, tell).loop()
 
 

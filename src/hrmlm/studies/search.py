@@ -6,7 +6,7 @@ environment variable HRMLM_OPTUNA_STORAGE, such as a database.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hrmlm.errors import UserError
@@ -19,6 +19,10 @@ from hrmlm.training.train import Reporter
 STORAGE = "HRMLM_OPTUNA_STORAGE"
 PRUNE_AFTER = 4
 """Trials that must be finished before any is pruned."""
+
+
+INSTEAD_OF = "instead_of"
+"""Attribute of a trial: the number of the failed one that it repeats."""
 
 
 class Pruned(RuntimeError):
@@ -45,6 +49,10 @@ def _storage(place: StudyDirectory) -> Any:
     return optuna.storages.JournalStorage(JournalFileBackend(str(place.path / "optuna.journal")))
 
 
+def _sampler(seed: int) -> Any:
+    return _optuna().samplers.TPESampler(seed=seed, constant_liar=True)
+
+
 def _searcher(place: StudyDirectory, study: Study, arm: str) -> Any:
     """Optuna's study of one arm."""
     optuna = _optuna()
@@ -53,7 +61,7 @@ def _searcher(place: StudyDirectory, study: Study, arm: str) -> Any:
     return optuna.create_study(
         storage=_storage(place),
         study_name=f"{study.name}/{arm}",
-        sampler=optuna.samplers.TPESampler(seed=study.search.seed, constant_liar=True),
+        sampler=_sampler(study.search.seed),
         pruner=pruner or optuna.pruners.NopPruner(),
         direction="minimize",
         load_if_exists=True,
@@ -80,28 +88,52 @@ class TrialSource:
         """Trials that are not finished, and, if there is nothing else to do, new ones."""
         runs = []
         for label, searcher in self.searchers.items():
-            condition = self.expansion.by_label[label]
-            trials = searcher.get_trials(deepcopy=False)
-            for trial in trials:
-                if not trial.state.is_finished() and (run := self._run(condition, trial)) is not None:
-                    if self._settle(searcher, trial, run):
-                        continue
+            for trial, run in self._trials(label):
+                if not trial.state.is_finished() and not self._settle(searcher, trial, run):
                     runs.append(run)
-            if len(trials) < self.search.trials and not self._free(runs):
-                trial = searcher.ask()
-                self._suggest(trial)
-                run = self._run(condition, trial)
-                if run is not None:
-                    runs.append(run)
+            if not self._free(runs) and (new := self._new(label)) is not None:
+                runs.append(new)
         return runs
 
     def all_runs(self) -> list[Run]:
-        """Runs of all trials so far."""
-        found = []
-        for label, searcher in self.searchers.items():
-            condition = self.expansion.by_label[label]
-            found += [self._run(condition, trial) for trial in searcher.get_trials(deepcopy=False)]
-        return [run for run in found if run is not None]
+        """Runs of all trials so far, without those that are tried again as another trial."""
+        return [run for label in self.searchers for _, run in self._trials(label)]
+
+    def retry(self, run: Run) -> None:
+        """Try a failed run again: as a new trial with the same values, since Optuna takes no second result of one."""
+        searcher = self.searchers[run.condition]
+        assert run.trial is not None
+        failed = searcher.get_trials(deepcopy=False)[run.trial]
+        self._settle(searcher, failed, run)
+        self.place.forget(run.id)
+        searcher.enqueue_trial(failed.params, user_attrs={INSTEAD_OF: failed.number})
+
+    def _trials(self, label: str) -> Iterator[tuple[Any, Run]]:
+        """The trials of an arm that count, with their runs. Trials of equal values have one run between them."""
+        trials = self.searchers[label].get_trials(deepcopy=False)
+        replaced = {trial.user_attrs.get(INSTEAD_OF) for trial in trials}
+        for trial in trials:
+            run = self._run(self.expansion.by_label[label], trial)
+            if run is not None and trial.number not in replaced:
+                yield trial, run
+
+    def _new(self, label: str) -> Run | None:
+        """The run of a new trial, if the arm has any left; one process at a time asks for it."""
+        claim = f"search-{list(self.searchers).index(label)}"
+        token = self.place.claims.take(claim)
+        if token is None:
+            return None
+        try:
+            if len(list(self._trials(label))) >= self.search.trials:
+                return None
+            searcher = self.searchers[label]
+            # A process that goes on with a search must not draw the numbers of its first trials once more.
+            searcher.sampler = _sampler(self.search.seed + len(searcher.get_trials(deepcopy=False)))
+            trial = searcher.ask()
+            self._suggest(trial)
+            return self._run(self.expansion.by_label[label], trial)
+        finally:
+            self.place.claims.release(claim, token)
 
     def _free(self, runs: list[Run]) -> list[Run]:
         held = set(self.place.claims.held())
@@ -131,7 +163,7 @@ class TrialSource:
                 trial.suggest_float(key, values["low"], values["high"], log=bool(values.get("log")))
 
     def _run(self, condition: Condition, trial: Any) -> Run | None:
-        """The run of a trial; None of one that was killed before it had its values (it is never finished)."""
+        """The run of a trial; None of one whose process was killed before it had all of its values: it never counts."""
         if trial.params.keys() != space_of(self.search.space).keys():
             return None
         settings = merged(condition.recipe.to_dict(), nested(trial.params))

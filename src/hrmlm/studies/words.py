@@ -42,7 +42,10 @@ def _progress(findings: "Findings") -> str:
     finished = sum(len(c.results) for c in findings.conditions)
     failed = sum(len(c.failed) for c in findings.conditions)
     left = sum(len(c.open) for c in findings.conditions)
+    pruned = sum(c.pruned for c in findings.conditions)
     text = f"{finished} of {finished + failed + left} runs are finished"
+    if pruned:
+        text += f", {pruned} of them pruned before their end"
     if failed:
         text += f", {failed} failed"
     if left:
