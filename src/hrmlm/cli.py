@@ -325,6 +325,8 @@ def generate(
         raise UserError(f"{len(texts)} prompts with --state: a state belongs to one text; give one prompt")
     if state is not None and state.exists():
         texts = texts or [""]
+    if not texts and state is not None:
+        raise UserError(f"no prompt, and {state} does not exist to go on from; give --prompt TEXT to begin that text")
     if not texts:
         raise UserError("no prompt; give --prompt TEXT (an empty text starts a new document) or --prompts FILE")
     settings = {

@@ -32,11 +32,17 @@ class StrictConfig(BaseModel):
         try:
             return cls.model_validate(dict(settings))
         except ValidationError as error:
-            raise UserError("; ".join(_explain(cls, item, where) for item in error.errors())) from None
+            raise UserError("; ".join(_explain(cls, item, where) for item in _causes(error.errors()))) from None
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some values changed."""
         return self.parse({**self.model_dump(), **changes}, type(self).__name__)
+
+
+def _causes(items: list[Any]) -> list[Any]:
+    """Without what only follows: a list is too short for pydantic when all of its items are wrong."""
+    wrong = {item["loc"][:-1] for item in items}
+    return [item for item in items if item["type"] != "too_short" or item["loc"] not in wrong]
 
 
 def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
@@ -49,6 +55,10 @@ def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
     if not path:  # a check of several fields, which names them itself
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
     message = message[0].lower() + message[1:]
+    if item["type"] == "tuple_type":  # YAML has lists only
+        message = "input should be a list, such as [1, 2]"
+    elif item["type"] == "too_short":
+        message = f"list should have at least {item['ctx']['min_length']} item"
     return f"{name}: {message}" if item["type"] == "missing" else f"{name}: {message} (got {_short(item['input'])})"
 
 

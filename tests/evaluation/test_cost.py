@@ -135,3 +135,8 @@ def test_costs_need_no_memory_and_the_table_names_them() -> None:
     assert all(
         words in text for words in ("giant", "parameters", "KV cache per token", "100 x layer", "gradient window")
     )
+    show(report := cost_of({"family": "memory_hrm", "vocab_size": 300, "d_model": 64}), console, "memory")
+    text = console.export_text()
+    assert f"{report.kv_cache_bytes_context['float32'] / 1024:,.1f} KiB" in text
+    assert "state at any length, float32" in text
+    assert "KV cache" not in text

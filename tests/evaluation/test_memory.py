@@ -149,14 +149,35 @@ def test_one_document_tells_no_error() -> None:
     assert result.to_dict()["gain_error"] is None
 
 
+def test_the_error_beyond_the_window_is_that_of_documents() -> None:
+    """Ratio of sums over documents, each one observation; a last window that one document reaches changes nothing."""
+    model, lengths = lively_model(MEMORY[0]), (15, 18, 25, 47)
+    result = probe(model, stream(*lengths))
+    assert np.isnan(result.positions[-1].error), "only one document is so long"
+    totals, counts = [], []
+    for document in long_documents(stream(*lengths), END, 10, 1000, 10_000):
+        parts = [nats(model, document[start : start + 11]) for start in range(0, len(document) - 1, 10)]
+        totals.append((np.concatenate(parts) - nats(model, document))[10:].sum())
+        counts.append(len(document) - 11)
+    gain = sum(totals) / sum(counts)
+    error = sum((total - count * gain) ** 2 for total, count in zip(totals, counts, strict=True)) ** 0.5 / sum(counts)
+    assert result.later.tokens == sum(counts)
+    assert result.beyond == pytest.approx((gain, error), rel=1e-3)
+    console = Console(file=io.StringIO(), width=100)
+    show(result, console)
+    assert "cannot be judged" not in console.file.getvalue()
+
+
 def test_mistakes() -> None:
     model, ids = build(MEMORY[0]), stream(40)
     with pytest.raises(UserError, match="no memory to look into"):
         probe_memory(build("transformer"), ids, END)
-    with pytest.raises(UserError, match="window 7 must be a multiple of the model's segment, 5"):
+    with pytest.raises(UserError, match="window 7 must be a multiple of the model's segment, 5; give --window 5"):
         probe(model, ids, window=7)
     with pytest.raises(UserError, match="length 10 must exceed the window, 10"):
         probe(model, ids, length=10)
+    with pytest.raises(UserError, match="batch size 0 must be at least 1"):
+        probe(model, ids, batch_size=0)
     with pytest.raises(UserError, match="no document longer than the window of 40 tokens"):
         probe(model, ids, window=40)
 

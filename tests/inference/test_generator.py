@@ -177,6 +177,15 @@ def test_bfloat16(family: str) -> None:
         Generator(model, BYTES, dtype=torch.float16)
 
 
+def test_bfloat16_is_not_packed_where_the_processor_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    model = small_model("transformer").to(torch.bfloat16)
+    assert not can_pack(model)
+    assert packed_bytes(model) == 0
+    with packed(model):
+        assert model.packed_head is None
+
+
 def test_compiled_steps_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the eager backend: what is traced, not what a compiler makes of it (see benchmarks/decode_latency.py)."""
     compile = torch.compile

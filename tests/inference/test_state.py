@@ -217,11 +217,14 @@ def test_the_command_goes_on(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
 def test_mistakes_of_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, new = tmp_path / "bad.state", tmp_path / "new.state"
     bad.write_bytes(b"nothing")
+    half = tmp_path / "half.state"
+    TextState.new(small_model(MEMORY[0]).to(torch.bfloat16)).save(half, BYTES)
     plain = tmp_path / "transformer"
     save_checkpoint(plain, small_model(ANY), tokenizer=BYTES)
     for arguments, message in (
         ((checkpoint, "--state", bad), "damaged or no state file"),
-        ((checkpoint, "--state", new), "no prompt"),
+        ((checkpoint, "--state", new), f"no prompt, and {new} does not exist"),
+        ((checkpoint, "--state", half), "was written in bfloat16 and the model is in float32"),
         ((checkpoint, "--state", new, "--prompt", "a", "--prompt", "b"), "2 prompts with --state"),
         ((checkpoint, "--state", new, "--prompt", "a", "--no-cache"), "leave --no-cache out"),
         ((checkpoint, "--state", new, "--prompt", "a", "--show-depth"), "exclude each other"),

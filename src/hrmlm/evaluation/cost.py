@@ -180,6 +180,9 @@ def _lines(report: CostReport) -> list[tuple[str, str]]:
     ]
     for dtype, size in report.kv_cache_bytes_per_token.items():
         full = report.kv_cache_bytes_context[dtype]
+        if not size:  # a memory instead of the text
+            lines.append((f"state at any length, {dtype}", f"{full / 1024:,.1f} KiB"))
+            continue
         lines.append((f"KV cache per token, {dtype}", f"{size / 1024:,.1f} KiB"))
         lines.append((f"KV cache at {report.context:,} tokens, {dtype}", f"{full / 2**20:,.1f} MiB"))
     return lines

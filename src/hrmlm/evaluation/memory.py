@@ -62,7 +62,7 @@ class Group:
 class PositionGroup:
     """Loss of the tokens from position `start` to before `end` of their document, in nats per token. carried: memory
     from the beginning of the document; reset: from the beginning of the training window; error: standard error of the
-    mean difference, documents taken as independent."""
+    mean difference, documents taken as independent (NaN for a single one)."""
 
     start: int
     end: int
@@ -74,11 +74,13 @@ class PositionGroup:
 
 @dataclass(frozen=True)
 class MemoryProbe:
-    """The result. distances: tokens by how many segments ago their id was last mentioned before their own segment."""
+    """The result. distances: tokens by how many segments ago their id was last mentioned before their own segment;
+    positions: window by window; later: all positions beyond the first window together."""
 
     levels: list[Level]
     distances: list[Group]
     positions: list[PositionGroup]
+    later: PositionGroup
     documents: int
     tokens: int
     window: int
@@ -88,13 +90,7 @@ class MemoryProbe:
     @property
     def beyond(self) -> tuple[float, float]:
         """Nats per token that carrying saves on positions beyond the first window, and the standard error."""
-        groups = [group for group in self.positions if group.start >= self.window]
-        total = sum(group.tokens for group in groups)
-        if not total:
-            return 0.0, 0.0
-        gain = sum(group.tokens * (group.reset - group.carried) for group in groups) / total
-        error = sum((group.tokens * group.error) ** 2 for group in groups) ** 0.5 / total
-        return gain, error
+        return self.later.reset - self.later.carried, self.later.error
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as values for JSON."""
@@ -155,9 +151,13 @@ def probe_memory(
     length = 16 * window if length is None else length
     C = probe.segment
     if window < 1 or window % C:
-        raise UserError(f"window {window} must be a multiple of the model's segment, {C}")
-    if length <= window or batch_size < 1:
-        raise UserError(f"length {length} must exceed the window, {window}, and batch size {batch_size} be at least 1")
+        raise UserError(
+            f"window {window} must be a multiple of the model's segment, {C}; give --window {max(window // C, 1) * C}"
+        )
+    if length <= window:
+        raise UserError(f"length {length} must exceed the window, {window}: shorter documents need no memory beyond it")
+    if batch_size < 1:
+        raise UserError(f"batch size {batch_size} must be at least 1")
     documents = long_documents(ids, end, window, length, tokens)
     if not documents:
         raise UserError(f"there is no document longer than the window of {window} tokens among the first {tokens:,}")
@@ -171,11 +171,12 @@ def probe_memory(
         windows = [part for document in documents for part in _windows(document, window)]
         reset = iter(_score(model, windows, batch_size))
         joined = [np.concatenate([next(reset) for _ in _windows(document, window)]) for document in documents]
-    total = sum(len(nats) for nats in carried)
+    total, longest = (combine(len(nats) for nats in carried) for combine in (sum, max))
     return MemoryProbe(
         _levels(model, monitor, shares, none, alone, total),
         _distances(documents, C, carried, none, alone),
-        _positions(carried, joined, window),
+        [_positions(carried, joined, start, start + window) for start in range(0, longest, window)],
+        _positions(carried, joined, window, longest),
         len(documents),
         total,
         window,
@@ -282,18 +283,15 @@ def _distances(
 
 
 def _positions(
-    carried: list[NDArray[np.float64]], reset: list[NDArray[np.float64]], window: int
-) -> list[PositionGroup]:
-    groups = []
-    for start in range(0, max(len(nats) for nats in carried), window):
-        pairs = [(a[start : start + window], b[start : start + window]) for a, b in zip(carried, reset, strict=True)]
-        pairs = [(a, b) for a, b in pairs if len(a)]
-        whole, windowed = (np.concatenate(part) for part in zip(*pairs, strict=True))
-        sums = np.array([float((b - a).sum()) - len(a) * float((windowed - whole).mean()) for a, b in pairs])
-        error = float((sums**2).sum() ** 0.5 / len(whole)) if len(pairs) > 1 else float("nan")
-        end = start + max(len(a) for a, _ in pairs)
-        groups.append(PositionGroup(start, end, len(whole), float(whole.mean()), float(windowed.mean()), error))
-    return groups
+    carried: list[NDArray[np.float64]], reset: list[NDArray[np.float64]], start: int, end: int
+) -> PositionGroup:
+    """Positions from `start` to before `end`; the tokens of a document count as one observation, however many."""
+    pairs = [(a[start:end], b[start:end]) for a, b in zip(carried, reset, strict=True) if len(a) > start]
+    whole, windowed = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    sums = np.array([float((b - a).sum()) - len(a) * float((windowed - whole).mean()) for a, b in pairs])
+    error = float((sums**2).sum() ** 0.5 / len(whole)) if len(pairs) > 1 else float("nan")
+    end = start + max(len(a) for a, _ in pairs)
+    return PositionGroup(start, end, len(whole), float(whole.mean()), float(windowed.mean()), error)
 
 
 def show(result: MemoryProbe, console: "Console") -> None:

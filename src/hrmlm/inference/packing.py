@@ -19,13 +19,15 @@ ROWS = 8
 
 
 def can_pack(model: LanguageModel) -> bool:
-    """Whether this model's products run through oneDNN: float32 or bfloat16, on the CPU, and a build that has it."""
+    """Whether this model's products run through oneDNN: float32 or bfloat16 (where the processor has instructions for
+    it), on the CPU, and a build that has it."""
     weight = model.embedding.weight
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 

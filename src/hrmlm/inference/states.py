@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -94,6 +95,12 @@ class TextState:
             raise UserError(
                 f"{path} was written at depth {facts.get('depth')} and depth {text.state.n_slots} was asked for; "
                 "a text goes on at the depth it was begun with"
+            )
+        kept, own = (part["memory"].dtype if "memory" in part else None for part in (tensors, text.state.tensors()))
+        if kept in (torch.float32, torch.bfloat16) and kept != own:
+            raise UserError(
+                f"{path} was written in {str(kept).removeprefix('torch.')} and the model is in "
+                f"{str(own).removeprefix('torch.')}; a text goes on in the precision it was begun with"
             )
         waiting = facts.get("waiting")
         if not isinstance(waiting, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in waiting):
