@@ -83,6 +83,8 @@ def test_what_cannot_be_is_refused_before_any_work() -> None:
     for family, policies in (("transformer", ["first"]), ("cosmicfish", ["last"]), ("hrm_lm", ["full", "none"])):
         with pytest.raises(UserError, match="cache policy"):
             probe_cache(lively_model(family), never, policies)
+    with pytest.raises(UserError, match="use hrmlm probe memory"):
+        probe_cache(lively_model("memory_hrm"), never)
     with pytest.raises(UserError, match="no text to score"):
         probe(lively_model("hrm_lm", vocab_size=BYTES.vocab_size), "")
 

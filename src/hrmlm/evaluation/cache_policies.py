@@ -82,8 +82,10 @@ def probe_cache(
     tells apart. speeds: measures decoding (None: not measured).
 
     Raises: UserError for a policy that the model cannot follow, before anything is evaluated; for a text without
-    anything to score.
+    anything to score; for a model that keeps a state of constant size instead of keys and values.
     """
+    if model.carries_state:
+        raise UserError("this model keeps a state of constant size, no cache to save bytes of; use hrmlm probe memory")
     chosen = default_policies(model, depth) if policies is None else [parse_cache_policy(name) for name in policies]
     chosen = [FULL, *(policy for policy in dict.fromkeys(chosen) if not policy.is_exact)]
     caches = [model.new_cache(1, 1, depth=depth, policy=policy) for policy in chosen]

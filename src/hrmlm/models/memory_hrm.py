@@ -97,6 +97,11 @@ class MemoryHRMConfig(ModelConfig, HaltingConfig):
             raise ValueError(f"memory_dim {self.memory_width} must be a multiple of memory_heads {self.n_memory_heads}")
         if self.curriculum_start is not None and self.curriculum_start > self.iterations:
             raise ValueError(f"curriculum_start {self.curriculum_start} exceeds the {self.iterations} iterations")
+        fields = MemoryHRMConfig.model_fields
+        if self.lora_rank != fields["lora_rank"].default and self.step_conditioning != "lora":
+            raise ValueError("lora_rank without effect: step_conditioning is not lora")
+        if self.curriculum_fraction != fields["curriculum_fraction"].default and self.curriculum_start is None:
+            raise ValueError("curriculum_fraction without effect: curriculum_start is not set")
         if self.halting == "none":
             changed = sorted(HaltingConfig.model_fields.keys() & self.model_fields_set)
             changed = [name for name in changed if getattr(self, name) != HaltingConfig.model_fields[name].default]
@@ -104,7 +109,7 @@ class MemoryHRMConfig(ModelConfig, HaltingConfig):
                 raise ValueError(f"{', '.join(changed)} without effect: halting is none")
             return self
         if self.curriculum_start is not None:
-            raise ValueError("curriculum_start with halting: depth is learned already; exploration varies it")
+            raise ValueError("curriculum_start with halting: depth is learned already; set curriculum_start to null")
         self.check_target(self.iterations)
         return self
 
