@@ -142,10 +142,12 @@ def _mean(summary: Summary | None) -> float:
 
 def _roles(findings: Findings) -> list[Part]:
     parts: list[Part] = []
+    tokens = 0
     for c in findings.conditions:
         found = [r["measures"]["roles"] for r in c.results.values() if r["measures"].get("roles")]
         if not found:
             continue
+        tokens = found[0]["tokens"]
         parts.append(
             Table(
                 ("", "nats/token", "n"),
@@ -166,7 +168,8 @@ def _roles(findings: Findings) -> list[Part]:
     note = (
         "Frozen: the module leaves the state as it is, at inference only. The gate is the share of the old state "
         "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of "
-        "the state before it."
+        f"the state before it. All of it on the first {tokens:,} tokens of the split, so that the loss as trained differs "
+        "a little from the one above."
     )
     return [Heading("Roles"), Text(note), *parts]
 

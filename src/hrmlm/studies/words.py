@@ -142,7 +142,10 @@ def _roles(findings: "Findings") -> list[str]:
             f"{name} {number(condition.summary(lambda r, name=name: r['measures']['roles']['loss_frozen'][name]))}"  # type: ignore[misc]
             for name in names
         ]
-        sentences.append(f"{condition.label}: {number(whole)} as trained; with one module frozen: {_listed(told)}.")
+        sentences.append(
+            f"{condition.label}: {number(whole)} on the text on which its parts were looked at; with one module "
+            f"frozen: {_listed(told)}."
+        )
     return sentences
 
 
