@@ -168,7 +168,7 @@ def _roles(findings: Findings) -> list[Part]:
     note = (
         "Frozen: the module leaves the state as it is, at inference only. The gate is the share of the old state "
         "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of "
-        f"the state before it. All of it on the first {tokens:,} tokens of the split, so that the loss as trained differs "
+        f"the state before it. All of it on the first {tokens:,} tokens of the split, so the loss as trained differs "
         "a little from the one above."
     )
     return [Heading("Roles"), Text(note), *parts]
