@@ -198,6 +198,8 @@ def train(
 
     Example: hrmlm train recipes/wikitext2-hrm-lm.yaml data.path=data/wikitext-2 training.steps=200
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # before torch is imported: its engines warn once per process
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hrmlm.console import ERRORS, TrainingBar
     from hrmlm.parallel import Parallel
     from hrmlm.training.recipe import load_recipe, scale_warning_for

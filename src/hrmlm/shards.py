@@ -4,6 +4,7 @@ Written and read by torch.distributed.checkpoint in the format of its Hugging Fa
 a pickle beside the tensors, and nothing here is read that could run code.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
             if sum(chunk.sizes.numel() for chunk in item.chunks) != item.size.numel():
                 raise UserError(f"parts of {name} are missing")
             tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it wonders that there is one process
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except Exception as error:  # CheckpointException and what safetensors and the file system say
         raise UserError(f"{directory} cannot be read as tensors in shards: {error}") from None
     return tensors

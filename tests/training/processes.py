@@ -7,10 +7,15 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed.checkpoint  # noqa: F401  here once, and not in every process that is forked
+import torch.distributed.fsdp  # noqa: F401
+
 from hrmlm.parallel import Parallel
 
-WITHIN = 120
+WITHIN = 150
 """Seconds after which processes that have not ended count as hanging."""
+
+_FORK: Any = multiprocessing.get_context("fork")
 
 
 def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -18,44 +23,43 @@ def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
     processes = []
     for rank in range(size):
-        environment = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        process = context.Process(target=_enter, args=(environment, function, *arguments))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = _FORK.Process(target=_enter, args=(place, function, *arguments))
         process.start()
         processes.append(process)
     return processes
 
 
-def _enter(environment: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> None:
+def _enter(place: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> None:
     signal.alarm(WITHIN)
-    os.environ.update({key: str(value) for key, value in environment.items()})
+    os.environ.update({key: str(value) for key, value in place.items()})
     function(*arguments)
 
 
 def codes(processes: list[Any]) -> list[int | None]:
     """Exit codes; negative: the signal that ended it, SIGALRM where it hung."""
     for process in processes:
-        process.join(WITHIN + 10)
+        process.join()
     return [process.exitcode for process in processes]
 
 
 def run(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What function(parallel, *arguments) gives in each of `size` processes, by rank. All must end well."""
-    queue = multiprocessing.get_context("fork").SimpleQueue()
+    pipes = [_FORK.Pipe(duplex=False) for _ in range(size)]
 
     def work() -> None:
         with Parallel.opened() as parallel, parallel.watched():
-            queue.put((parallel.rank, function(parallel, *arguments)))
+            pipes[parallel.rank][1].send(function(parallel, *arguments))
 
     processes = start(size, work)
-    results = dict(queue.get() for _ in range(size) if all(p.exitcode in (None, 0) for p in processes))
+    results = []
+    for receiver, sender in pipes:
+        sender.close()
+        try:
+            results.append(receiver.recv())
+        except EOFError:
+            pass
     assert codes(processes) == [0] * size
-    return [results[rank] for rank in range(size)]
+    return results
