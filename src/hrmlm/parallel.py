@@ -47,8 +47,12 @@ class Parallel:
         dist.init_process_group("gloo", timeout=_MEETING)
         try:
             yield cls(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", 0)))
-        finally:
+        except LostProcess:  # a farewell could wait for the one that is gone
+            raise
+        except BaseException:
             dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
 
     def configure(self, timeout: float, device: str) -> torch.device:
         """Use the time limit and the device of the recipe; the device of this process.

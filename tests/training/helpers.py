@@ -161,14 +161,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def kill_in_backward(step: int, index: int) -> None:
-    """From now on this process dies (SIGKILL) just after the backward pass of one micro-batch."""
+def kill_in_backward(step: int, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process dies (by signal `number`) just after the backward pass of one micro-batch."""
     backward = Trainer._backward
 
     def deadly(self: Trainer, now: int, micro_batch: int, *rest: Any, **options: Any) -> None:
         backward(self, now, micro_batch, *rest, **options)
         if (now, micro_batch) == (step, index):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     Trainer._backward = deadly  # type: ignore[method-assign]
 

@@ -5,9 +5,10 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import torch.distributed.checkpoint  # noqa: F401  here once, and not in every process that is forked
+import torch.distributed.checkpoint  # here once, and not in every process that is forked
 import torch.distributed.fsdp  # noqa: F401
 
 from hrmlm.parallel import Parallel
@@ -57,9 +58,7 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     results = []
     for receiver, sender in pipes:
         sender.close()
-        try:
+        with suppress(EOFError):  # it failed
             results.append(receiver.recv())
-        except EOFError:
-            pass
     assert codes(processes) == [0] * size
     return results

@@ -31,7 +31,9 @@ from tests.training.helpers import (
     record,
     settings,
     state,
+    steps_done,
     tiny,
+    wait_for,
 )
 from tests.training.processes import codes, run, start
 
@@ -190,24 +192,35 @@ def test_a_damaged_shard_is_one_clear_error(
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def one_dies(data: Path, recipe: Path, out: Path) -> None:
+def one_dies(recipe: Path, out: Path, number: signal.Signals) -> None:
     if os.environ["RANK"] == "1":
-        kill_in_backward(4, 0)
+        kill_in_backward(4, 0, number)
     main(["train", str(recipe), "--out", str(out)])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_later(
-    strategy: str, data: Path, alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("strategy", "number"), [("ddp", signal.SIGKILL), ("fsdp", signal.SIGKILL), ("ddp", signal.SIGSTOP)]
+)
+def test_a_lost_process_ends_the_others_and_the_run_goes_on_later(
+    strategy: str,
+    number: signal.Signals,
+    data: Path,
+    alone: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    changes = {**QUICK, "parallel.strategy": strategy}
+    """One that is killed is noticed at once, one that hangs (stopped) after parallel.timeout."""
+    timeout = 4.0 if number == signal.SIGSTOP else 100.0
+    changes = {**QUICK, "parallel.strategy": strategy, "parallel.timeout": timeout}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings(data, FAMILY, **changes)))
     out = tmp_path / "run"
-    processes = start(2, one_dies, data, tmp_path / "r.yaml", out)
-    processes[1].join()
+    first, second = start(2, one_dies, tmp_path / "r.yaml", out, number)
+    wait_for(lambda: steps_done(out) >= 3, 100)
     began = time.monotonic()
-    assert codes(processes) == [1, -signal.SIGKILL]
-    assert time.monotonic() - began < 30
+    first.join()
+    assert time.monotonic() - began < 50
+    second.kill()
+    assert codes([first, second]) == [1, -signal.SIGKILL]
     errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
     assert len(errors) == 1
     assert "another process of the run ended" in errors[0]
@@ -221,7 +234,7 @@ def command(*arguments: str) -> None:
 
 
 def other_for_the_second(recipe: str, out: str, other: str) -> None:
-    main(["train", recipe, "--out", out, *([f"data.path={other}"] if os.environ["RANK"] == "1" else [])])
+    main(["train", recipe, "--out", out, *([other] if os.environ["RANK"] == "1" else [])])
 
 
 def test_bad_input_is_told_once(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +245,8 @@ def test_bad_input_is_told_once(data: Path, tmp_path: Path, capfd: pytest.Captur
         (start(2, command, recipe, "optimizer.lr=no", "--out", str(out)), [2, 0], "optimizer.lr"),
         (start(2, command, recipe, "--resume", "--out", str(out)), [2, 0], "without --resume"),
         (start(2, command, recipe, "--nonsense"), [2, 0], "nonsense"),
-        (start(2, other_for_the_second, recipe, str(out), str(tmp_path / "nowhere")), [0, 2], "nowhere"),
+        (start(2, other_for_the_second, recipe, str(out), "data.path=nowhere"), [0, 2], "nowhere"),
+        (start(2, other_for_the_second, recipe, str(out), "optimizer.lr=0.1"), [2, 0], "different recipes"),
     ]
     for processes, expected, _ in cases:
         assert codes(processes) == expected

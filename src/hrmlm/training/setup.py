@@ -51,6 +51,9 @@ class Setup:
         self.device = parallel.configure(recipe.parallel.timeout, recipe.training.device)
         self.data = PreparedData.open(recipe.data.path)
         parallel.from_first(self.data.verify)  # an id changed in place would make another run of this one, unnoticed
+        ours = {**recipe.to_dict(), "data": (self.data.meta.fingerprint, recipe.window)}
+        if any(theirs != ours for theirs in parallel.gather(ours)):
+            raise UserError("the processes were given different recipes or data; give all of them the same command")
         training = recipe.training
         self.windows = TokenWindows(self.data.split("train"), recipe.window, training.batch_size, seed=training.seed)
         self.config = model_config_for(recipe, self.data.tokenizer.vocab_size)
