@@ -59,20 +59,21 @@ class Parallel:
 
         timeout: seconds to wait for another process in any exchange. Raises: UserError if the device cannot be used.
         """
-        place = torch.device(device)
-        if self.size > 1 and place == torch.device("cuda"):
-            place = torch.device("cuda", self.local_rank)
-        try:
-            torch.zeros(1, device=place).item()  # not only names it: it holds numbers
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"training.device {str(place)!r} cannot be used: {reason}") from None
+        name = f"cuda:{self.local_rank}" if self.size > 1 and device == "cuda" else device
+        with self.together():  # before the processes meet again below
+            try:
+                place = torch.zeros(1, device=name)
+                place.item()  # not only names it: it holds numbers
+            except (RuntimeError, AssertionError) as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"training.device {name!r} cannot be used: {reason}") from None
         if self.size > 1:
-            if place.type == "cuda":
-                torch.cuda.set_device(place)
-            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+            backend = "gloo"
+            if place.is_cuda:
+                torch.cuda.set_device(place.device)
+                backend = "cpu:gloo,cuda:nccl"
             self.timeout, self.group = timeout, dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-        return place
+        return place.device
 
     @property
     def is_first(self) -> bool:

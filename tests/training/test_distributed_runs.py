@@ -246,6 +246,7 @@ def test_bad_input_is_told_once(data: Path, tmp_path: Path, capfd: pytest.Captur
         (start(2, command, recipe, "--resume", "--out", str(out)), [2, 0], "without --resume"),
         (start(2, command, recipe, "--nonsense"), [2, 0], "nonsense"),
         (start(2, other_for_the_second, recipe, str(out), "data.path=nowhere"), [0, 2], "nowhere"),
+        (start(2, other_for_the_second, recipe, str(out), "training.device=warp"), [0, 2], "warp"),
         (start(2, other_for_the_second, recipe, str(out), "optimizer.lr=0.1"), [2, 0], "different recipes"),
     ]
     for processes, expected, _ in cases:
