@@ -172,7 +172,7 @@ def change_manifest(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format": 2}, "has checkpoint format 2 and this version reads 1"),
+        ({"format": 3}, "has checkpoint format 3 and this version reads 1 and 2"),
         ({"format": ...}, "does not describe a checkpoint"),
         ({"model": ...}, "does not describe a checkpoint"),
         ({"model": "transformer"}, "does not describe a checkpoint"),
@@ -229,7 +229,7 @@ def test_files_outside_the_directory_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     files = json.loads((tmp_path / "c" / MANIFEST).read_text())["files"]
     change_manifest(tmp_path / "c", files={**files, "../secret": {"bytes": 1, "sha256": "0"}})
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="does not describe a checkpoint"):
         open_checkpoint(tmp_path / "c")
 
 

@@ -4,13 +4,16 @@ checkpoint.json        what it is: model configuration, provenance, training pos
 model.safetensors      every weight once, under the model's own names
 tokenizer.json         the tokenizer the model was trained with
 optimizer.safetensors  optimizer state, if training can go on from here
+
+Where training was sharded over processes (FSDP), the directories `model` and `optimizer` stand in the place of the two
+files, with one safetensors file per process (see shards.py); everything that reads a checkpoint reads either form.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,10 +24,12 @@ from torch import Tensor, nn
 import hrmlm
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.errors import UserError
-from hrmlm.files import atomic_directory, read_json, write_json
+from hrmlm.files import read_json, write_json
 from hrmlm.models import LanguageModel, build_model, model_config
+from hrmlm.parallel import ALONE, Parallel
+from hrmlm.shards import are_sharded, local_part, read_shards, write_shards
 
-FORMAT = 1
+FORMAT, SHARDED_FORMAT = 1, 2
 MANIFEST = "checkpoint.json"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -59,6 +64,36 @@ class Checkpoint:
         """Optimizer steps done, 0 for weights without a training record."""
         return int((self.training or {}).get("step", 0))
 
+    @property
+    def weights(self) -> Path:
+        """The file of the weights, or the directory of their shards."""
+        return self.path / (WEIGHTS if WEIGHTS in self.files else _shards_of(WEIGHTS))
+
+    @property
+    def optimizer(self) -> Path | None:
+        """The file of the optimizer state, or the directory of its shards; None if there is none."""
+        shards = _shards_of(OPTIMIZER)
+        if OPTIMIZER in self.files:
+            return self.path / OPTIMIZER
+        return self.path / shards if any(name.startswith(f"{shards}/") for name in self.files) else None
+
+    @property
+    def weights_hash(self) -> str:
+        """SHA-256 of the file of the weights; of shards, of their hashes together."""
+        if WEIGHTS in self.files:
+            return self.files[WEIGHTS]["sha256"]
+        hashes = [file["sha256"] for name, file in sorted(self.files.items()) if _is_shard(name, WEIGHTS)]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _shards_of(name: str) -> str:
+    """The directory that stands in the place of a file of tensors."""
+    return name.removesuffix(".safetensors")
+
+
+def _is_shard(file: str, name: str) -> bool:
+    return file.startswith(f"{_shards_of(name)}/")
+
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, each storage once: what several names share is listed under the first."""
@@ -76,35 +111,54 @@ def save_checkpoint(
     optimizer_state: Mapping[str, Tensor] | None = None,
     training: Mapping[str, Any] | None = None,
     data_fingerprint: str | None = None,
+    parallel: Parallel = ALONE,
 ) -> None:
     """Write a checkpoint that appears under `path` only when it is complete and readable.
 
+    parallel: the processes of the run, which all call this; the first writes what all of them hold, and each writes
+    its part of what is sharded.
+
     Raises: NotFiniteError for a state with NaN or infinity; UserError if `path` exists; OSError if the disk refuses.
     """
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model).items()}
-    states = {name: tensor.detach().cpu().contiguous() for name, tensor in (optimizer_state or {}).items()}
-    for name, tensor in [*weights.items(), *states.items()]:
-        if not torch.isfinite(tensor).all():
-            raise NotFiniteError(name)
-    with atomic_directory(path) as directory:
-        _write_tensors(weights, directory / WEIGHTS)
-        if optimizer_state is not None:
-            _write_tensors(states, directory / OPTIMIZER)
+    stored: dict[str, Mapping[str, Tensor]] = {WEIGHTS: named_tensors(model)}
+    if optimizer_state is not None:
+        stored[OPTIMIZER] = optimizer_state
+    with parallel.together():
+        _check_finite(stored)
+    sharded = are_sharded(stored[WEIGHTS])
+    with parallel.directory(path) as directory:
+        for name, tensors in stored.items():
+            if sharded:
+                write_shards({n: t.detach() for n, t in tensors.items()}, directory / _shards_of(name), parallel.group)
+            elif parallel.is_first:
+                _write_tensors({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, directory / name)
+        if not parallel.is_first:
+            return
         if tokenizer is not None:
             tokenizer.save(directory)
+        files = sorted(file for file in directory.rglob("*") if file.is_file())
         manifest = {
-            "format": FORMAT,
+            "format": SHARDED_FORMAT if sharded else FORMAT,
             "version": hrmlm.__version__,
             "model": model.config.model_dump(mode="json"),
             "trained_depth": model.trained_depth,
             "tokenizer_fingerprint": tokenizer.fingerprint if tokenizer else None,
             "data_fingerprint": data_fingerprint,
             "training": dict(training) if training is not None else None,
-            "files": {file.name: _describe(file) for file in sorted(directory.iterdir())},
+            "files": {file.relative_to(directory).as_posix(): _describe(file) for file in files},
         }
         write_manifest(directory, manifest)
-        with safe_open(directory / WEIGHTS, framework="pt") as stored:  # a file that cannot be read back is no save
-            assert set(stored.keys()) == set(weights)
+        for file in files:  # a file that cannot be read back is no save
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as written:
+                    assert sharded or set(written.keys()) == stored[file.name].keys()
+
+
+def _check_finite(stored: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for tensors in stored.values():
+        for name, tensor in tensors.items():
+            if not torch.isfinite(local_part(tensor)).all():
+                raise NotFiniteError(name)
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -146,9 +200,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     manifest = read_json(manifest_path)
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise UserError(f"{manifest_path} does not describe a checkpoint of hrmlm")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, SHARDED_FORMAT):
         raise NewerFormatError(
-            f"{path} has checkpoint format {manifest['format']} and this version reads {FORMAT}; "
+            f"{path} has checkpoint format {manifest['format']} and this version reads {FORMAT} and {SHARDED_FORMAT}; "
             f"it was written by hrmlm {manifest.get('version')}"
         )
     if not _is_complete(manifest):
@@ -156,7 +210,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if manifest.get("sha256") != _seal(manifest):
         raise UserError(f"{manifest_path} is damaged: it was changed after it was written")
     for name, expected in manifest["files"].items():
-        file = path / Path(name).name
+        file = path / name
         if not file.is_file():
             raise UserError(f"{path} is incomplete: {name} is missing")
         if file.stat().st_size != expected["bytes"]:
@@ -166,6 +220,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             )
         if _describe(file)["sha256"] != expected["sha256"]:
             raise UserError(f"{file} is damaged: its contents changed after it was written")
+    for directory in {(path / name).parent for name in manifest["files"] if "/" in name}:
+        for file in directory.iterdir():  # all of a directory of shards is read
+            if file.relative_to(path).as_posix() not in manifest["files"]:
+                raise UserError(f"{file} does not belong to this checkpoint; remove it")
     return Checkpoint(
         path,
         manifest["model"],
@@ -185,9 +243,16 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
         and isinstance(training, dict | None)
         and (training is None or ({"step", "recipe"} <= training.keys() and _is_count(training["step"])))
         and isinstance(files, dict)
-        and WEIGHTS in files
+        and (WEIGHTS in files or any(_is_shard(name, WEIGHTS) for name in files))
+        and all(_is_inside(name) for name in files)
         and all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
     )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file of the checkpoint's directory, or of a directory right in it."""
+    parts = PurePosixPath(name).parts
+    return 1 <= len(parts) <= 2 and not {"..", "/"} & set(parts)
 
 
 def _is_count(value: Any) -> bool:
@@ -195,7 +260,9 @@ def _is_count(value: Any) -> bool:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU. Raises: UserError if it is not one."""
+    """All tensors of a safetensors file or a directory of shards, on the CPU. Raises: UserError if it is neither."""
+    if file.is_dir():
+        return read_shards(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  not a mapping
@@ -204,7 +271,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Copy the weights of a file into a model.
+    """Copy the weights of a file, or of a directory of shards, into a model.
 
     A name that the model ties to another one may be absent, or be there with the same values.
 
@@ -240,8 +307,22 @@ def load_model(checkpoint: Checkpoint) -> LanguageModel:
     """The model of a checkpoint, on the CPU, in evaluation mode. Raises: UserError."""
     config = model_config(checkpoint.model, where=f"{checkpoint.path / MANIFEST}: model")
     model = build_model(config)
-    load_weights(model, checkpoint.path / WEIGHTS)
+    load_weights(model, checkpoint.weights)
     return model.eval()
+
+
+def export_checkpoint(checkpoint: Checkpoint, out: str | Path) -> None:
+    """Write the weights of a checkpoint in one file, with its tokenizer and record, without optimizer state.
+
+    Raises: UserError if `out` exists.
+    """
+    save_checkpoint(
+        out,
+        load_model(checkpoint),
+        tokenizer=load_tokenizer(checkpoint) if "tokenizer.json" in checkpoint.files else None,
+        training=checkpoint.training,
+        data_fingerprint=checkpoint.data_fingerprint,
+    )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -14,7 +14,7 @@ import hrmlm
 from hrmlm.cli_probe import Json, evaluator, import_command, print_json
 from hrmlm.cli_probe import probe as probe_commands
 from hrmlm.cli_study import study as study_commands
-from hrmlm.errors import UserError
+from hrmlm.errors import EndedElsewhere, LostProcess, UserError
 
 app = typer.Typer(
     help="Train, study, run and deploy hierarchical recurrent language models.",
@@ -54,11 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(2)  # the help has been printed
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(0)  # torchrun gave the same line to all processes; the first tells
         _fail(f"{error.format_message()} (see hrmlm --help and hrmlm COMMAND --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except UserError as error:
         _fail(str(error), 2)
+    except EndedElsewhere:
+        sys.exit(0)  # the process that tells why has the exit code
+    except LostProcess as error:
+        _fail(str(error), 1)
     except BrokenPipeError:
         sys.exit(0)  # the reader of our output, such as `head`, has seen enough
     except OSError as error:
@@ -192,24 +198,33 @@ def train(
 
     Example: hrmlm train recipes/wikitext2-hrm-lm.yaml data.path=data/wikitext-2 training.steps=200
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # before torch is imported: its engines warn once per process
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hrmlm.console import ERRORS, TrainingBar
+    from hrmlm.parallel import Parallel
     from hrmlm.training.recipe import load_recipe, scale_warning_for
     from hrmlm.training.train import train as run
     from hrmlm.training.trainer import TrainingDiverged
 
-    if resume and overwrite:
-        raise UserError("--resume and --overwrite exclude each other")
-    settings = load_recipe(recipe, overrides or ())
-    directory = out or Path("runs") / Path(recipe).stem
-    bar = TrainingBar(directory.name, scale_warning_for(recipe, settings))
-    try:
-        result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=bar)
-    except TrainingDiverged as error:
-        return _fail(
-            f"{error}; training stopped, checkpoints before it are in {directory}/checkpoints; "
-            "try a lower optimizer.lr, a longer schedule.warmup or a larger model.gradient_window",
-            1,
-        )
+    with Parallel.opened() as parallel:
+        with parallel.watched(), parallel.together():
+            if resume and overwrite:
+                raise UserError("--resume and --overwrite exclude each other")
+            settings = load_recipe(recipe, overrides or ())
+        directory = out or Path("runs") / Path(recipe).stem
+        bar = TrainingBar(directory.name, scale_warning_for(recipe, settings))
+        try:
+            result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=bar, parallel=parallel)
+        except TrainingDiverged as error:
+            if not parallel.is_first:
+                raise EndedElsewhere from None
+            return _fail(
+                f"{error}; training stopped, checkpoints before it are in {directory}/checkpoints; "
+                "try a lower optimizer.lr, a longer schedule.warmup or a larger model.gradient_window",
+                1,
+            )
+    if not parallel.is_first:
+        return
     if as_json:
         return print_json(vars(result))
     if result.stopped_by:
@@ -221,6 +236,22 @@ def train(
     else:
         print(f"{directory}: {result.step} steps, {result.tokens:,} tokens, {result.seconds:.0f} s")
         print(f"validation: {result.loss:.4f} nats per token (best {result.best_loss:.4f} at step {result.best_step})")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run directory.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+) -> None:
+    """Write a checkpoint with its weights in one file, without optimizer state.
+
+    Example: hrmlm export runs/demo/hrm-lm --out hrm-lm
+    """
+    from hrmlm.checkpoint import WEIGHTS, export_checkpoint
+    from hrmlm.training.run import resolve_checkpoint
+
+    export_checkpoint(resolve_checkpoint(checkpoint), out)
+    print(f"{out / WEIGHTS}: {(out / WEIGHTS).stat().st_size:,} bytes")
 
 
 @app.command()
@@ -374,11 +405,10 @@ def generate(
 
 def _generate_from(path: Path, source: Any, generator: Any, prompt: str, options: Any, as_json: bool) -> None:
     """Continue a text from its state file and write the new state."""
-    from hrmlm.checkpoint import WEIGHTS
     from hrmlm.inference.show import visible
     from hrmlm.inference.states import ContinuedText, TextState
 
-    weights = source.files[WEIGHTS]["sha256"]
+    weights = source.weights_hash
     if not os.access(path.absolute().parent, os.W_OK):  # before the text is made, not after
         raise UserError(f"--state {path}: its directory does not exist or cannot be written; create it first")
     if path.exists():

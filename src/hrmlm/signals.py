@@ -7,10 +7,14 @@ from typing import Any
 
 
 class StopSignal:
-    """Remembers a request to stop; a second one interrupts at once. name: of the signal, None before one came."""
+    """Remembers a request to stop; a second one interrupts at once. name: of the signal, None before one came.
 
-    def __init__(self) -> None:
+    patient: a second one does not: a scheduler and torchrun both pass on the one request that the user made.
+    """
+
+    def __init__(self, patient: bool = False) -> None:
         self.name: str | None = None
+        self.patient = patient
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -28,6 +32,6 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def _request(self, number: int, frame: object) -> None:
-        if self.name:
+        if self.name and not self.patient:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name

@@ -15,6 +15,7 @@ from torch import Tensor
 import hrmlm
 from hrmlm.checkpoint import OPTIMIZER, WEIGHTS, open_checkpoint, read_tensors
 from hrmlm.models import LanguageModel, build_model
+from hrmlm.parallel import ALONE, Parallel
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory
@@ -53,10 +54,12 @@ def exits(family: str) -> dict[str, Any]:
     return {"model.exit_probability": 0.5} if known and model.trained_depth > 1 and not model.learns_depth else {}
 
 
-def tiny_trainer(batches: Callable[..., Any], family: str = FAMILY, **changes: Any) -> Trainer:
+def tiny_trainer(
+    batches: Callable[..., Any], family: str = FAMILY, parallel: Parallel = ALONE, **changes: Any
+) -> Trainer:
     recipe = tiny(None, family, **{"model.vocab_size": 257, "model.context": 64, **changes})
     torch.manual_seed(0)
-    return Trainer(recipe, build_model(recipe.model), batches)
+    return Trainer(recipe, build_model(recipe.model), batches, parallel=parallel)
 
 
 class Stop(Exception):
@@ -158,14 +161,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def kill_in_backward(step: int, index: int) -> None:
-    """From now on this process dies (SIGKILL) just after the backward pass of one micro-batch."""
+def kill_in_backward(step: int, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process dies (by signal `number`) just after the backward pass of one micro-batch."""
     backward = Trainer._backward
 
-    def deadly(self: Trainer, now: int, micro_batch: int, *rest: Any) -> None:
-        backward(self, now, micro_batch, *rest)
+    def deadly(self: Trainer, now: int, micro_batch: int, *rest: Any, **options: Any) -> None:
+        backward(self, now, micro_batch, *rest, **options)
         if (now, micro_batch) == (step, index):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     Trainer._backward = deadly  # type: ignore[method-assign]
 

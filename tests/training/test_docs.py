@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hrmlm.training.recipe import DataConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from hrmlm.training.recipe import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainingConfig
 from hrmlm.training.run import difference
 from hrmlm.training.train import FIXED_ON_RESUME
 
 PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text("utf-8")
-SECTIONS = {"data": DataConfig, "training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+SECTIONS = {
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "parallel": ParallelConfig,
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -20,6 +20,7 @@ from hrmlm.evaluation.report import EndMarks, LossReport, show
 from hrmlm.evaluation.scoring import DocumentScore, Ids, StreamScore, score_documents, score_stream, score_tokens
 from hrmlm.evaluation.words import count_words
 from hrmlm.models.base import LanguageModel
+from hrmlm.parallel import ALONE, Parallel
 from hrmlm.steps import StepCounts, depth_keywords, halting_rule
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ def evaluate_ids(
     split: str | None = None,
     checkpoint: str | None = None,
     progress: bool = False,
+    parallel: Parallel = ALONE,
 ) -> LossReport:
     """Loss on a stream of ids. An end-of-text mark is put in front as context, so that every id given is scored.
 
-    window, stride, batch_size, depth, halt_threshold, exit, cache_policy, progress: as in `score_stream`. first_tokens:
+    The settings up to cache_policy, progress and parallel: as in `score_stream`. first_tokens:
     look at so many ids only. The rest are names for the report; data: a fingerprint (None: one of the ids).
     Raises: UserError for bad settings or ids that the model cannot predict.
     """
@@ -89,6 +91,7 @@ def evaluate_ids(
         exit=exit,
         cache_policy=cache_policy,
         progress=progress,
+        parallel=parallel,
     )
     bytes_per_token = tokenizer.token_bytes[stream[1:]]
     text = bytes_per_token > 0

@@ -18,6 +18,7 @@ from hrmlm.errors import UserError
 from hrmlm.evaluation.windows import Window, check_window, plan_windows
 from hrmlm.models.base import LanguageModel, ModelOutput, evaluating
 from hrmlm.models.cache_policy import CachePolicy, parse_cache_policy
+from hrmlm.parallel import ALONE, Parallel
 from hrmlm.steps import depth_keywords
 
 Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
@@ -73,6 +74,7 @@ def score_stream(
     cache_policy: str | None = None,
     pad_id: int = 0,
     progress: bool = False,
+    parallel: Parallel = ALONE,
 ) -> StreamScore:
     """Score each token of a stream given the tokens before it, by sliding windows (see `plan_windows`).
 
@@ -82,7 +84,8 @@ def score_stream(
     a position stops, instead of the trained one. exit: a policy by which positions stop, such as "change:0.1".
     cache_policy: read each window through a cache of this policy, which changes the result of all but "full" (None:
     no cache). pad_id fills the end of short windows, which a causal model cannot
-    see; the result depends neither on it nor on batch_size (to float32 rounding).
+    see; the result depends neither on it nor on batch_size (to float32 rounding). parallel: processes that divide the
+    windows; all of them call this, and all get all of the scores.
 
     Raises: UserError for a window or stride out of range, an impossible depth, threshold or policy, or an id that the
     model cannot predict.
@@ -97,9 +100,9 @@ def score_stream(
     ids = ids_array(ids)
     check_ids(model, ids)
     scored = max(len(ids) - 1, 0)
-    nats, steps, positions = np.empty(scored), np.empty(scored, np.int32), np.empty(scored, np.int32)
+    nats, steps, positions = np.zeros(scored), np.zeros(scored, np.int32), np.zeros(scored, np.int32)
     has_steps = False
-    windows = plan_windows(len(ids), window, stride)
+    windows = islice(plan_windows(len(ids), window, stride), parallel.rank, None, parallel.size)
     with evaluating(model), progress_bar(len(nats), progress) as advance:
         while batch := list(islice(windows, check_batch_size(batch_size))):
             rows = [np.asarray(ids[item.start : item.end + 1], dtype=np.int64) for item in batch]
@@ -112,7 +115,8 @@ def score_stream(
                 if score.steps is not None:
                     steps[place], has_steps = score.steps, True
                 advance(len(score.nats))
-    return StreamScore(nats, steps if has_steps else None, positions)
+    nats, steps, positions = (parallel.total(array) for array in (nats, steps, positions))
+    return StreamScore(nats, steps if any(parallel.gather(has_steps)) else None, positions)
 
 
 def score_documents(

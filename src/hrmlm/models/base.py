@@ -560,6 +560,10 @@ class LanguageModel(nn.Module, ABC):
         """Raises: UserError if this model cannot be trained, on windows of so many tokens where that is known."""
         self.schedule()
 
+    def n_parts(self, length: int) -> int:
+        """How many partial losses `losses` gives for rows of `length` tokens, whatever is in them."""
+        return self.n_passes
+
     def losses(self, batch: Batch, rng: random.Random | None = None, progress: float = 1.0) -> Iterator[PartialLoss]:
         """Partial losses of a training step, one per supervision pass, each with its own graph.
 

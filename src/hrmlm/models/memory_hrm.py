@@ -515,6 +515,10 @@ class MemoryHRM(AdaptiveModel):
         first, T = self.config.curriculum_start or self.config.iterations, self.config.iterations
         return min(T, first + int((T - first + 1) * progress / self.config.curriculum_fraction))
 
+    def n_parts(self, length: int) -> int:
+        """See LanguageModel.n_parts: one per `memory_bptt` segments."""
+        return -(-length // (self.config.memory_bptt * self.config.segment))
+
     def losses(self, batch: Batch, rng: random.Random | None = None, progress: float = 1.0) -> Iterator[PartialLoss]:
         """One partial loss per `memory_bptt` segments; the memory goes on from one to the next without its graph.
 

@@ -54,11 +54,11 @@ class ScheduleConfig(StrictConfig):
 
 
 class TrainingConfig(StrictConfig):
-    """steps: optimizer steps; batch_size: windows per forward pass; accumulation: forward passes per step, weighted by
-    token; seed: of weights, data order, dropout and exit sampling; precision: of matrix products; eval_every,
-    save_every: in steps (0: only at the end); eval_tokens: validation tokens looked at during training (None: all);
-    keep: checkpoints kept beside the best one; trackers: further records besides metrics.jsonl; init_from: checkpoint
-    whose weights a new run starts from."""
+    """steps: optimizer steps; batch_size: windows per forward pass, of all processes together; accumulation: forward
+    passes per step, weighted by token; seed: of weights, data order, dropout and exit sampling; precision: of matrix
+    products; eval_every, save_every: in steps (0: only at the end); eval_tokens: validation tokens looked at during
+    training (None: all); keep: checkpoints kept beside the best one; trackers: further records besides metrics.jsonl;
+    init_from: checkpoint whose weights a new run starts from."""
 
     steps: Positive = 1000
     batch_size: Positive = 16
@@ -85,15 +85,25 @@ class DistillationConfig(StrictConfig):
     weight: Fraction = 0.5
 
 
+class ParallelConfig(StrictConfig):
+    """How several processes share the work; without torchrun there is one. strategy: "ddp" (each holds the whole
+    model) or "fsdp" (each holds its share of weights, gradients and optimizer state); timeout: seconds after which a
+    process that does not answer ends the run."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    timeout: PositiveFloat = 600.0
+
+
 class Recipe(StrictConfig):
-    """A training run: `model` (settings of a family), `data`, `training`, `optimizer`, `schedule`, and `distillation`
-    where there is a teacher."""
+    """A training run: `model` (settings of a family), `data`, `training`, `optimizer`, `schedule`, `parallel`, and
+    `distillation` where there is a teacher."""
 
     model: dict[str, Any]
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
     distillation: DistillationConfig | None = None
 
     @model_validator(mode="after")
@@ -248,6 +258,7 @@ def _where(key: str, model: Any) -> str:
         "training": TrainingConfig,
         "optimizer": OptimizerConfig,
         "schedule": ScheduleConfig,
+        "parallel": ParallelConfig,
         "distillation": DistillationConfig,
         "model": type(model_config(model)),
     }

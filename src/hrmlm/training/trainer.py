@@ -2,6 +2,9 @@
 
 Everything random is a function of (seed, step, micro-batch) and the data order a function of the batch index, so a run
 that is killed and resumed repeats exactly what an uninterrupted one does, without any generator state to save.
+
+Of several processes each draws the same micro-batches and trains on its share of their rows: so each knows the number
+of targets of the whole step, by which the objective, a sum, is divided, and the number of processes changes nothing.
 """
 
 import hashlib
@@ -17,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hrmlm.data.batch import Batch, SoftTargets
+from hrmlm.data.batch import IGNORE, Batch, SoftTargets
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
+from hrmlm.models.base import PartialLoss
 from hrmlm.models.blocks import Block
+from hrmlm.parallel import ALONE, Parallel
+from hrmlm.training.engine import Engine, like, total_norm
 from hrmlm.training.optimizer import LearningRate, build_optimizer
 from hrmlm.training.recipe import Recipe
 
@@ -35,10 +41,10 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass
 class StepResult:
-    """What one optimizer step did. nats: summed cross-entropy of `targets` tokens; norm: of the gradient, before it was
-    clipped; extra: further sums by name; monitors: what the family watches; tokens: read by the model; depth: cycles or
-    steps run; updated: False where
-    there was no target in the whole step."""
+    """What one optimizer step did, over all processes. nats: summed cross-entropy of `targets` tokens; norm: of the
+    gradient, before it was clipped; extra: further sums by name; monitors: what the family watches, in this process;
+    tokens: read by the model; depth: cycles or steps run; updated: False where there was no target in the whole step.
+    """
 
     step: int
     nats: float
@@ -86,6 +92,44 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def own_rows(batch: Batch, share: slice) -> Batch:
+    """A process's share of the rows of a batch; if it has none, a row without targets, so that it takes part."""
+    if share.start < share.stop:
+        return Batch(batch.inputs_BL[share], batch.targets_BL[share])
+    return Batch(batch.inputs_BL[:1], torch.full_like(batch.targets_BL[:1], IGNORE))
+
+
+@dataclass
+class _Sums:
+    """What the parts of a step add up to. They stay on the device until the step is done: reading one waits for it."""
+
+    depth: int = 0
+    targets: int = 0
+    parts: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def add(self, part: PartialLoss) -> None:
+        """Count a part; its nats in any case, as they show whether the loss is finite."""
+        self.depth = part.depth
+        self.parts.append(("nats" if part.counted else "uncounted", part.task_nats))
+        if part.counted:
+            self.targets += part.n_targets
+            self.parts += part.extra.items()
+
+    def total(self, parallel: Parallel) -> tuple[int, dict[str, float]]:
+        """Targets, and the sums by name, of all processes."""
+        here = _added((name, float(value)) for name, value in self.parts)
+        everywhere = parallel.gather((self.targets, here))
+        return sum(targets for targets, _ in everywhere), _added(i for _, there in everywhere for i in there.items())
+
+
+def _added(items: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    sums: dict[str, float] = {}
+    for name, value in items:
+        sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
 def _check_optimizer_state(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], where: str) -> None:
     """Raise UserError unless each parameter has all quantities of AdamW in its shape, or none (it had no gradient)."""
     names = {name.rpartition("::")[0] for name in tensors}
@@ -107,7 +151,8 @@ class Trainer:
     """Model, optimizer and schedule of a run, one step at a time.
 
     batches: a function (start, stop) → micro-batches of these global indices, in order. teacher: of the recipe's
-    distillation.
+    distillation. parallel: the processes of the run; each has the same model, the same micro-batches, and a Trainer.
+    device: of this process (None: the recipe's).
     """
 
     def __init__(
@@ -116,10 +161,13 @@ class Trainer:
         model: LanguageModel,
         batches: Callable[[int, int], Iterable[Batch]],
         teacher: LanguageModel | None = None,
+        parallel: Parallel = ALONE,
+        device: torch.device | None = None,
     ) -> None:
-        self.recipe, self.config = recipe, recipe.training
-        self.device = torch.device(self.config.device)
+        self.recipe, self.config, self.parallel = recipe, recipe.training, parallel
+        self.device = device or torch.device(self.config.device)
         self.model = model.to(self.device).train()
+        self.engine = Engine(self.model, parallel, recipe.parallel.strategy)
         self.batches = batches
         self.teacher = None if teacher is None else teacher.to(self.device).eval()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -148,9 +196,10 @@ class Trainer:
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("::")
             parameter = by_name[name]
-            # The step counter (no dimensions) lives beside the parameter if the optimizer is fused, else on the CPU.
-            on_device = fused or tensor.ndim > 0
-            self.optimizer.state[parameter][key] = tensor.to(parameter.device) if on_device else tensor.clone()
+            if tensor.shape == parameter.shape:
+                self.optimizer.state[parameter][key] = like(tensor, parameter)
+            else:  # the step counter lives beside the parameter if the optimizer is fused, else on the CPU
+                self.optimizer.state[parameter][key] = tensor.to(parameter.device) if fused else tensor.clone()
 
     def steps(self) -> Iterator[StepResult]:
         """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
@@ -172,39 +221,39 @@ class Trainer:
         self.progress.batches_without_targets += targets.count(0)
         result = StepResult(step, 0.0, 0, sum(b.inputs_BL.numel() for b in micro_batches), 0.0, lr, 0, 0.0)
         self.optimizer.zero_grad(set_to_none=True)
-        for index, batch in enumerate(micro_batches):
-            if targets[index]:
+        taught = [index for index, count in enumerate(targets) if count]
+        if taught:
+            sums = _Sums()
+            for index in taught:
+                batch = own_rows(micro_batches[index], self.parallel.share(len(micro_batches[index].inputs_BL)))
                 batch = batch.to(self.device)
                 batch.soft = self._soft_targets(batch)
-                self._backward(step, index, batch, sum(targets), result)
-        if sum(targets):
+                self._backward(step, index, batch, sum(targets), sums, is_last=index == taught[-1])
+            result.targets, result.extra = sums.total(self.parallel)
+            result.nats, result.depth = result.extra.pop("nats"), sums.depth
+            if not math.isfinite(result.nats + result.extra.pop("uncounted", 0.0)):
+                raise TrainingDiverged(step, "the loss")
             self._update(result)
         result.monitors = self.model.monitors()
-        result.updated = sum(targets) > 0
+        result.updated = bool(taught)
         self.progress.step = step
         self.progress.tokens += result.tokens
         result.seconds = time.perf_counter() - started
         return result
 
-    def _backward(self, step: int, index: int, batch: Batch, total_targets: int, result: StepResult) -> None:
-        torch.manual_seed(derived_seed(self.config.seed, step, index))  # dropout
+    def _backward(
+        self, step: int, index: int, batch: Batch, total_targets: int, sums: _Sums, is_last: bool = True
+    ) -> None:
+        """Forward and backward of one micro-batch's rows in this process. is_last: the step's last micro-batch."""
+        own = (self.parallel.rank,) if self.parallel.size > 1 else ()  # other rows, other dropout
+        torch.manual_seed(derived_seed(self.config.seed, step, index, *own))
         rng = random.Random(derived_seed(self.config.seed, step))  # depth: the same for all micro-batches of a step
         losses = self.model.losses(batch, rng, (step - 1) / self.config.steps)
-        while True:
-            with self._autocast():
-                part = next(losses, None)
-            if part is None:
-                return
-            nats = float(part.task_nats)
-            if not math.isfinite(nats):
-                raise TrainingDiverged(step, "the loss")
-            (part.objective / total_targets).backward()
-            result.depth = part.depth
-            if part.counted:
-                result.nats += nats
-                result.targets += part.n_targets
-                for name, value in part.extra.items():
-                    result.extra[name] = result.extra.get(name, 0.0) + float(value)
+        n_parts = self.model.n_parts(batch.inputs_BL.shape[1])
+        for number in range(1, n_parts + 1):
+            is_end = is_last and number == n_parts
+            sums.add(self.engine.backward(losses, total_targets, is_end, self._autocast()))
+        assert next(losses, None) is None, "more parts than the family said"
 
     def _soft_targets(self, batch: Batch) -> SoftTargets | None:
         """What the teacher says about a batch."""
@@ -217,8 +266,7 @@ class Trainer:
 
     def _update(self, result: StepResult) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
-        result.norm = float(norm)
+        result.norm = total_norm(parameters, self.max_norm)
         if not math.isfinite(result.norm):
             raise TrainingDiverged(result.step, "the gradient")
         self.optimizer.step()
