@@ -1,7 +1,7 @@
 """Losses in chunks and activations computed again change what is in memory, and nothing else."""
 
+import math
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,24 +41,24 @@ def trained(model: LanguageModel, batch: Batch, seed: int = 5) -> tuple[list[dic
     model.train().zero_grad()
     torch.manual_seed(seed)
     partials = step(model, batch, random.Random(seed))
-    told = [{"objective": p.objective, "nats": p.task_nats, **p.extra} for p in partials]
+    told = [{"objective": p.objective.detach(), "nats": p.task_nats, **p.extra} for p in partials]
     return [{key: float(value) for key, value in one.items()} for one in told], gradients(model)
 
 
 @EACH
-@pytest.mark.parametrize("teacher", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_chunks_change_nothing(name: str, teacher: bool, chunk: int) -> None:
+def test_chunks_change_nothing(name: str) -> None:
+    """With and without a teacher, for chunks of few positions and of more than there are."""
     model = lively_model(name, used_vocab=50)
-    batch = random_batch(model, rows=3, length=9, ignored=2)
-    batch = taught(batch, 50) if teacher else batch
-    told, expected = trained(model, batch)
-    model.loss_chunk = chunk
-    told_chunked, found = trained(model, batch)
-    for ours, theirs in zip(told_chunked, told, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    for key, gradient in found.items():
-        assert float((gradient - expected[key]).norm()) <= 1e-5 * float(expected[key].norm()) + 1e-7, key
+    plain = random_batch(model, rows=3, length=9, ignored=2)
+    for batch in (plain, taught(plain, 50)):
+        model.loss_chunk = None
+        told, expected = trained(model, batch)
+        for model.loss_chunk in (5, 1000):
+            told_chunked, found = trained(model, batch)
+            for ours, theirs in zip(told_chunked, told, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+            for key, gradient in found.items():
+                assert float((gradient - expected[key]).norm()) <= 1e-5 * float(expected[key].norm()) + 1e-7, key
 
 
 @EACH
@@ -66,7 +66,7 @@ def test_checkpointed_activations_change_no_bit(name: str) -> None:
     """With dropout, exploration, exits, several passes and segments, and gradients that are cut."""
     model = lively_model(name, dropout=0.2)
     batch = random_batch(model, rows=2, length=12, ignored=1)
-    for seed in range(3):
+    for seed in range(2):
         model.checkpoint_activations = False
         told, expected = trained(model, batch, seed)
         state = torch.get_rng_state()
@@ -103,12 +103,13 @@ def test_all_logits_never_exist(name: str) -> None:
         model.zero_grad()
         with Shapes() as shapes:
             step(model, batch, random.Random(0))
-        positions = [shape[:-1] for shape in shapes.seen if shape and shape[-1] == 997]
-        return max(int(torch.tensor(shape).prod()) for shape in positions)
+        # Of a matrix (D, V) the last number is that of the vocabulary too.
+        logits = [shape for shape in shapes.seen if shape[-1:] == (997,) and shape != (model.config.d_model, 997)]
+        return max(math.prod(shape[:-1]) for shape in logits)
 
-    whole = most()
+    assert most() >= 10
     model.loss_chunk = 5
-    assert (whole >= 20, most()) == (True, 5 if model.config.d_model != 5 else 0)
+    assert most() == 5
 
 
 @pytest.mark.parametrize("teacher", [False, True])
@@ -164,20 +165,17 @@ def random_targets(n: int, vocabulary: int) -> Batch:
 
 
 @EACH
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
-@pytest.mark.parametrize("teacher", [False, True])
-def test_batches_without_targets_are_harmless(name: str, again: bool, chunk: int | None, teacher: bool) -> None:
-    """R10: zero, not zero divided by zero, whoever computes the loss; also in bfloat16."""
+@pytest.mark.parametrize("chunk", [None, 4, 100])
+def test_batches_without_targets_are_harmless(name: str, chunk: int | None) -> None:
+    """R10: zero, not zero divided by zero, whoever computes the loss; also with a teacher, and in bfloat16."""
     model = lively_model(name).train()
-    model.loss_chunk, model.checkpoint_activations = chunk, again
-    batch = random_batch(model, rows=2, length=6, ignored=6)
-    batch = taught(batch, 64) if teacher else batch
-    for context in (torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)):
+    model.loss_chunk, model.checkpoint_activations = chunk, chunk == 4
+    plain = random_batch(model, rows=2, length=6, ignored=6)
+    for batch, precision in ((plain, torch.bfloat16), (taught(plain, 64), torch.float32)):
         model.zero_grad()
-        with context:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
             partials = step(model, batch, random.Random(1))
-        told = [(p.objective, p.task_nats, *p.extra.values()) for p in partials]
+        told = [(p.objective.detach(), p.task_nats, *p.extra.values()) for p in partials]
         assert [float(value) for values in told for value in values if float(value)] == []
         assert [p.n_targets for p in partials] == [0] * len(partials)
         assert all(bool((gradient == 0).all()) for gradient in gradients(model).values())
