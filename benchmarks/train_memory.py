@@ -1,9 +1,9 @@
 """Peak memory of training the hierarchical model over its depth M and its gradient window K.
 
 Every row is a training step of hrm_lm with M = N x T fast steps of which the last K are inside the graph: predicted
-(a step on shapes, see `hrmlm info --memory`) and measured in a new process. Activations are all that is neither weights,
-gradients nor optimizer state: they should follow K, not M. "frugal" is activations computed again in the backward pass
-and the loss in chunks.
+(a step on shapes, see `hrmlm info --memory`) and measured in a new process. Activations are all that is neither
+weights, gradients nor optimizer state: they should follow K, not M. "frugal" is activations computed again in the
+backward pass and the loss in chunks.
 
     PYTHONPATH=src python benchmarks/train_memory.py --d-model 128 --length 128 --batch-size 8
 
@@ -143,9 +143,9 @@ def report(options: Options, rows: list[Row]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"hrm_lm, D {options.d_model}, T {options.fast_steps}, {options.batch_size} x {options.length} tokens, vocabulary "
-        f"{options.vocab_size:,}; {options.precision}, {options.device}, torch {torch.__version__}; frugal: applications "
-        f"computed again, loss in chunks of {options.loss_chunk}; ratio: predicted / measured, of the totals."
+        f"hrm_lm, D {options.d_model}, T {options.fast_steps}, {options.batch_size} x {options.length} tokens, "
+        f"vocabulary {options.vocab_size:,}; {options.precision}, {options.device}, torch {torch.__version__}; frugal: "
+        f"applications computed again, loss in chunks of {options.loss_chunk}; ratio: predicted / measured, of totals."
     )
     found: list[dict[str, Any]] = [
         {**asdict(row), "predicted": {**asdict(row.predicted), "total": row.predicted.total}} for row in rows

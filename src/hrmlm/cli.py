@@ -179,10 +179,8 @@ def info(
         raise UserError(f"{model} is no recipe; a run has one in it: {Path(model) / 'recipe.yaml'}")
     if memory:
         return _training_memory(model, overrides or (), measure, as_json)
-    if Path(model).is_dir():
-        settings = resolve_checkpoint(model).model
-    else:
-        settings = recipe_model(load_recipe(model, overrides or ()))
+    is_saved = Path(model).is_dir()
+    settings = resolve_checkpoint(model).model if is_saved else recipe_model(load_recipe(model, overrides or ()))
     report = cost_of(settings, length)
     if as_json:
         return print_json(report.to_dict())

@@ -122,6 +122,12 @@ def test_memory_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         parts = row["predicted"]
         assert parts["total"] == sum(parts[key] for key in ("weights", "gradients", "optimizer", "activations")) > 0
         assert row["measured"] is None
-    for arguments in ([str(path), "--measure"], [str(tmp_path), "--memory"], [str(path), "training.stepz=1"]):
+    wrong = (
+        ["--measure"],
+        ["training.stepz=1"],
+        ["training.device=warp", "--memory"],
+        ["model.vocab_size=null", "--memory"],
+    )
+    for arguments in ([str(tmp_path), "--memory"], *([str(path), *rest] for rest in wrong)):
         code, out, err = call(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)

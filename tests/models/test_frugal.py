@@ -142,9 +142,7 @@ def test_against_float64(chunk: int, teacher: bool) -> None:
     grad_x = torch.zeros(14, 16, dtype=torch.float64)
     grad_x[scored] = grad_logits @ weight_VD.double()
     torch.testing.assert_close(ours[0].grad.double(), grad_x, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        ours[1].grad.double(), grad_logits.T @ x_ND.double()[scored], rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(ours[1].grad.double(), grad_logits.T @ x_ND.double()[scored], rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_chunks_are_there_once_and_only_where_asked_for() -> None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hrmlm.errors import UserError
 from hrmlm.evaluation.measured_memory import measure, random_batches
 from hrmlm.models import LanguageModel, ModelConfig, build_model
 from hrmlm.training.recipe import Recipe, TrainingConfig
@@ -31,6 +32,7 @@ CHUNK = 1024
 """Positions per chunk of the loss that are shown beside a recipe that names none."""
 
 _aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class PeakMemory:
@@ -98,7 +100,7 @@ class LiveMemory(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is _aten.bincount.default:
+        if func is _aten.bincount.default and isinstance(args[0], FakeTensor):
             out = args[0].new_empty(1)
         elif func is _aten.index.Tensor:
             out = func(args[0], _places(args[1]))
@@ -112,8 +114,10 @@ def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Indices in which masks are replaced by the places they choose: their number would be unknown otherwise."""
     found: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-        found += index.nonzero().unbind(1) if is_mask else [index]
+        if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+            found.append(index)
+        else:
+            found += index.nonzero().unbind(1)
     return found
 
 
@@ -123,8 +127,8 @@ def predict(recipe: Recipe) -> PeakMemory:
     Kernels are those of the recipe's device where this torch has it, else those of the CPU. Raises: UserError for a
     recipe without a vocabulary.
     """
-    device = torch.device(recipe.training.device)
-    here = device if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()) else torch.device("cpu")
+    device = _device(recipe)
+    here = device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
     recipe = recipe.changed([f"training.device={here}", "training.compile=false"])
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True), torch.device(here):
         model, teacher = _fake(recipe.model), None
@@ -145,6 +149,14 @@ def predict(recipe: Recipe) -> PeakMemory:
         trainer.step(1, random_batches(recipe, model))
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     return PeakMemory(weights, gradients, optimizer, live.peak - weights - optimizer - gradients)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    """Raises: UserError for a device that torch has no name for."""
+    try:
+        return torch.device(recipe.training.device)
+    except RuntimeError as error:
+        raise UserError(f"training.device {recipe.training.device!r}: {str(error).splitlines()[0]}") from None
 
 
 def _tensors(model: LanguageModel) -> list[Tensor]:
@@ -186,7 +198,7 @@ def choices(recipe: Recipe, measured: bool = False) -> Iterator[Choice]:
 
 
 def _with_measurement(choice: Choice, recipe: Recipe) -> Choice:
-    device = torch.device(recipe.training.device)
+    device = _device(recipe)
     if device.type == "cuda" and not torch.cuda.is_available():
         return Choice(**{**vars(choice), "note": f"no device {device} here"})
     free = _free(device)
@@ -213,7 +225,14 @@ def show(recipe: Recipe, found: list[Choice], console: "Console", name: str) -> 
     title = f"{name}: peak memory of a training step, {own.batch_size} x {recipe.window:,} tokens, MiB"
     table = Table(title=escape(title), title_justify="left")
     measured = any(choice.measured or choice.note for choice in found)
-    numbers = ["weights", "gradients", "optimizer", "activations", "total", *(["measured", "ratio"] if measured else [])]
+    numbers = [
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "total",
+        *(["measured", "ratio"] if measured else []),
+    ]
     for column in ("", "precision", "checkpoint_activations", "loss_chunk"):
         table.add_column(column)
     for column in numbers:

@@ -18,9 +18,7 @@ from hrmlm.models.blocks import Application
 from hrmlm.models.losses import PositionLoss, sum_of_divergences
 
 
-def exit_loss(
-    readout: Callable[[Tensor], Tensor], last_BLD: Tensor, scored_BL: Tensor, every: int
-) -> PositionLoss:
+def exit_loss(readout: Callable[[Tensor], Tensor], last_BLD: Tensor, scored_BL: Tensor, every: int) -> PositionLoss:
     """KL(last ‖ early) in nats of the logits of an early readout, times `every`; the last readout gets no gradient.
 
     readout: state → logits; last_BLD, scored_BL: of the compared positions, which are offset, offset + every, …: over

@@ -102,4 +102,9 @@ class _InChunks(torch.autograd.Function):
             raise RuntimeError("the gradients of a loss in chunks can be asked for once")
         grad_ND, grad_VD = ctx.gradients
         ctx.gradients = None
-        return None if grad_ND is None else grad_ND.mul_(grad), None if grad_VD is None else grad_VD.mul_(grad), None, None
+        return (
+            None if grad_ND is None else grad_ND.mul_(grad),
+            None if grad_VD is None else grad_VD.mul_(grad),
+            None,
+            None,
+        )
