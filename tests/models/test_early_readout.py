@@ -11,7 +11,7 @@ from torch import Tensor
 from hrmlm.data.batch import IGNORE
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel, model_config
-from hrmlm.models.early_readout import divergence
+from hrmlm.models.early_readout import exit_loss
 from tests.families import FAMILIES
 from tests.models.helpers import (
     build,
@@ -176,10 +176,15 @@ def test_positions_add_up(every: int, length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     early, last = (torch.randn(2, length, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     scored = torch.rand(2, length, generator=generator) < 0.7
-    sums = [divergence(lambda state: state, early, last, scored, every, offset) for offset in range(every)]
-    whole = divergence(lambda state: state, early, last, scored, 1, 0)
-    torch.testing.assert_close(torch.stack(sums).mean(), whole)
-    assert float(divergence(lambda state: state, last, last, scored, every, 0)) == pytest.approx(0, abs=1e-12)
+
+    def divergence(early_BLV: torch.Tensor, every: int, offset: int) -> torch.Tensor:
+        compared = slice(offset, None, every)
+        loss = exit_loss(lambda state: state, last[:, compared], scored[:, compared], every)
+        return loss(early_BLV[:, compared].flatten(0, 1), slice(None))[0]
+
+    sums = [divergence(early, every, offset) for offset in range(every)]
+    torch.testing.assert_close(torch.stack(sums).mean(), divergence(early, 1, 0))
+    assert float(divergence(last, every, 0)) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(

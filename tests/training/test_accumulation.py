@@ -36,9 +36,9 @@ def no_batches(start: int, stop: int) -> Iterable[Batch]:
     return []
 
 
-def step(batches: list[Batch], family: str) -> tuple[Trainer, StepResult]:
+def step(batches: list[Batch], family: str, chunk: int | None = None) -> tuple[Trainer, StepResult]:
     """One step without dropout and clipping."""
-    trainer = tiny_trainer(no_batches, family, **{"optimizer.clip": 1e9})
+    trainer = tiny_trainer(no_batches, family, **{"optimizer.clip": 1e9, "training.loss_chunk": chunk})
     return trainer, trainer.step(1, batches)
 
 
@@ -85,10 +85,11 @@ def test_ten_micro_batches_with_accumulation_4_are_three_updates() -> None:
 
 
 @EACH
-def test_micro_batch_without_targets_changes_nothing(family: str) -> None:
+@pytest.mark.parametrize("chunk", [None, 16])  # chunks of 16: some without any target in the first part
+def test_micro_batch_without_targets_changes_nothing(family: str, chunk: int | None) -> None:
     parts = [batch(7, seed=1), batch(50, seed=2)]
-    plain, _ = step(parts, family)
-    with_masked, result = step([parts[0], batch(0, seed=3), parts[1]], family)
+    plain, _ = step(parts, family, chunk)
+    with_masked, result = step([parts[0], batch(0, seed=3), parts[1]], family, chunk)
     # Dropout is off, so that the place of a micro-batch in the step does not matter.
     for name, gradient in gradients(plain).items():
         assert torch.equal(gradient, gradients(with_masked)[name])
@@ -97,8 +98,10 @@ def test_micro_batch_without_targets_changes_nothing(family: str) -> None:
 
 
 @EACH
-def test_step_without_targets_changes_nothing(family: str) -> None:
-    trainer = tiny_trainer(no_batches, family, **{"optimizer.weight_decay": 0.5})
+@pytest.mark.parametrize("frugal", [False, True])
+def test_step_without_targets_changes_nothing(family: str, frugal: bool) -> None:
+    changes = {"training.loss_chunk": 16, "training.checkpoint_activations": True} if frugal else {}
+    trainer = tiny_trainer(no_batches, family, **{"optimizer.weight_decay": 0.5, **changes})
     trainer.step(1, [batch(50)])
     before = weights(trainer.model), {k: v.clone() for k, v in trainer.optimizer_state().items()}
     result = trainer.step(2, [batch(0, seed=1), batch(0, seed=2)])

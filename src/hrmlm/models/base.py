@@ -32,8 +32,9 @@ from hrmlm.models.blocks import (
 )
 from hrmlm.models.cache import KVCache
 from hrmlm.models.cache_policy import FULL, CachePolicy
-from hrmlm.models.early_readout import divergence, join_windows
+from hrmlm.models.early_readout import exit_loss, join_windows
 from hrmlm.models.halting import ExitRule, run_adaptive
+from hrmlm.models.losses import PositionLoss, in_chunks, text_loss
 
 INIT_STD = 0.02
 MAX_DEPTH = 10_000
@@ -174,21 +175,6 @@ class PartialLoss:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
 
-def cross_entropy(logits_BLV: Tensor, batch: Batch) -> Tensor:
-    """Nats of all targets of a batch together."""
-    return F.cross_entropy(logits_BLV.flatten(0, 1), batch.targets_BL.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-def distance_to_teacher(logits_BLV: Tensor, batch: Batch) -> Tensor:
-    """Kullback-Leibler divergence of the prediction from the teacher's, both at the teacher's temperature, in nats,
-    summed over the positions with a target (Hinton et al. 2015)."""
-    assert batch.soft is not None
-    scored_BL = batch.targets_BL != IGNORE
-    theirs_NV = (batch.soft.logits_BLV[scored_BL].float() / batch.soft.temperature).log_softmax(-1)
-    ours_NV = (logits_BLV[scored_BL] / batch.soft.temperature).log_softmax(-1)
-    return F.kl_div(ours_NV, theirs_NV, log_target=True, reduction="sum")
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode (no dropout) without gradients; afterwards the mode before.
@@ -215,6 +201,8 @@ class LanguageModel(nn.Module, ABC):
     n_passes: int = 1
     packed_head: Tensor | None = None  # see blocks.Linear
     packed_version = -1
+    loss_chunk: int | None = None  # in training: positions whose logits exist at once; None: all
+    checkpoint_activations = False  # in training: applications keep their inputs and are computed again when needed
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -394,10 +382,20 @@ class LanguageModel(nn.Module, ABC):
         normed_BLD = self.norm(state_BLD)
         if self.packed_head is not None and reads_packed(normed_BLD, self.embedding.weight):
             return packed_linear(normed_BLD, self.packed_head).float()
+        return F.linear(normed_BLD, self._head_VD()).float()
+
+    def _head_VD(self) -> Tensor:
+        """Rows of the embedding that can be predicted."""
         weight_VD = self.embedding.weight
         if self.config.n_predicted < len(weight_VD):  # a slice costs a table of zeros in every backward pass
-            weight_VD = weight_VD[: self.config.n_predicted]
-        return F.linear(normed_BLD, weight_VD).float()
+            return weight_VD[: self.config.n_predicted]
+        return weight_VD
+
+    def loss_of(self, state_BLD: Tensor, loss: PositionLoss) -> tuple[Tensor, Tensor]:
+        """A loss of the logits of readout states, summed over their positions: objective, and sums for the record."""
+        if self.loss_chunk is None:
+            return loss(self.readout(state_BLD).flatten(0, 1), slice(None))
+        return in_chunks(self.norm(state_BLD).flatten(0, 1), self._head_VD(), self.loss_chunk, loss)
 
     def forward(
         self,
@@ -531,6 +529,7 @@ class LanguageModel(nn.Module, ABC):
             )
         call = self.new_call(B, L, tokens_BL.device, cache)
         call.truncate_gradient, call.lengths_B, call.is_rotary = self.training, lengths_B, self.is_rotary
+        call.checkpoint_activations = self.training and self.checkpoint_activations
         return call
 
     def new_call(self, batch_size: int, length: int, device: torch.device, cache: KVCache | None) -> ForwardCall:
@@ -589,22 +588,17 @@ class LanguageModel(nn.Module, ABC):
         early_offset: int = 0,
     ) -> PartialLoss:
         """The loss of one readout state of training: cross-entropy, a teacher's part, the family's penalties."""
-        logits_BLV = self.readout(state_BLD)
-        nats = cross_entropy(logits_BLV, batch)
-        objective, extra = nats, {}
-        if batch.soft is not None:
-            distance = distance_to_teacher(logits_BLV, batch)
-            weight = batch.soft.weight
-            objective = (1 - weight) * nats + weight * batch.soft.temperature**2 * distance
-            extra["distillation"] = distance.detach()
+        objective, sums_K = self.loss_of(state_BLD, text_loss(batch))
+        extra = {} if batch.soft is None else {"distillation": sums_K[1]}
         scored_BL = batch.targets_BL != IGNORE
         penalty, sums = self.penalties(call, scored_BL)
         if call.early_BLD is not None:
-            every = self.config.exit_every
-            apart = divergence(self.readout, call.early_BLD, logits_BLV, scored_BL, every, early_offset)
+            compared = slice(early_offset, None, self.config.exit_every)
+            last = exit_loss(self.readout, state_BLD[:, compared], scored_BL[:, compared], self.config.exit_every)
+            apart, apart_1 = self.loss_of(call.early_BLD[:, compared], last)
             penalty = penalty + self.config.exit_weight * apart
-            extra["exit_divergence"] = apart.detach()
-        return PartialLoss(objective + penalty, nats.detach(), batch.n_targets, counted, depth, {**extra, **sums})
+            extra["exit_divergence"] = apart_1[0]
+        return PartialLoss(objective + penalty, sums_K[0], batch.n_targets, counted, depth, {**extra, **sums})
 
     def monitors(self) -> dict[str, Any]:
         """What a family has seen in the training passes since the last call, by name, for the record."""

@@ -3,7 +3,9 @@
 Shapes: B rows, L new positions, P all positions up to the last new one, D width, H heads, K head size, F hidden size.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hrmlm.models.cache import KVCache, Placement
 
@@ -52,7 +55,8 @@ class ApplicationStats:
 class KeyHistory:
     """Keys and values of stopped positions: at later outer steps they are those of the last step executed.
 
-    So what other positions see of a stopped one does not depend on whether it is computed again.
+    So what other positions see of a stopped one does not depend on whether it is computed again. Reading twice what
+    belongs to a slot gives the same twice: an application may be computed again for its gradients.
     """
 
     def __init__(self, stride: int) -> None:
@@ -61,12 +65,13 @@ class KeyHistory:
 
     def mix(self, slot: int, k_BHLK: Tensor, v_BHLK: Tensor, running_BL: Tensor | None) -> tuple[Tensor, Tensor]:
         """New keys and values of running positions (None: all of them), kept ones of stopped positions."""
-        place = slot % self.stride
         if running_BL is not None:
             running_B1L1 = running_BL[:, None, :, None]
-            old_k, old_v = self._kept[place]
+            old_k, old_v = self._kept[slot - self.stride]
             k_BHLK, v_BHLK = torch.where(running_B1L1, k_BHLK, old_k), torch.where(running_B1L1, v_BHLK, old_v)
-        self._kept[place] = (k_BHLK, v_BHLK)
+            if not torch.is_grad_enabled():
+                del self._kept[slot - self.stride]
+        self._kept[slot] = (k_BHLK, v_BHLK)
         return k_BHLK, v_BHLK
 
 
@@ -83,6 +88,7 @@ class ForwardCall:
     is_rotary: bool = True
     cache: KVCache | None = None
     truncate_gradient: bool = False
+    checkpoint_activations: bool = False  # see `run`
     backward_per_pass: bool = False  # the graph of a supervision pass is gone when the next one begins
     stats: list[ApplicationStats] | None = field(default=None)
     depth: int | None = None  # outer steps that were asked for; None: as trained, learned halting included
@@ -125,6 +131,16 @@ class ForwardCall:
     def application(self, application: Application) -> AbstractContextManager[object]:
         """Switches gradients off while an application outside the gradient window runs."""
         return torch.no_grad() if self.truncate_gradient and not application.in_window else nullcontext()
+
+    def run(self, module: Callable[..., Any], *inputs: Any, slot: int) -> Any:
+        """One application: module(*inputs, call, slot).
+
+        With `checkpoint_activations` only the inputs are kept, and it is computed again in the backward pass, with the
+        same dropout (Chen et al. 2016). It then meets the call as it is now: a copy, as the next step changes it.
+        """
+        if not (self.checkpoint_activations and torch.is_grad_enabled()):
+            return module(*inputs, self, slot)
+        return checkpoint(module, *inputs, copy(self), slot, use_reentrant=False)
 
     def record(
         self, application: Application, old_BLD: Tensor, new_BLD: Tensor, gate_BLD: Tensor | None = None

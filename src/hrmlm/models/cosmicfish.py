@@ -177,7 +177,7 @@ class CosmicFish(AdaptiveModel):
 
     def _stack(self, layers: nn.ModuleList, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         for place, layer in enumerate(layers, start=slot):
-            new_BLD = layer(x_BLD, call, place)
+            new_BLD = call.run(layer, x_BLD, slot=place)
             call.record_at(place, x_BLD, new_BLD)
             x_BLD = new_BLD
         return x_BLD

@@ -12,30 +12,28 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hrmlm.models.blocks import Application
+from hrmlm.models.losses import PositionLoss, sum_of_divergences
 
 
-def divergence(
-    readout: Callable[[Tensor], Tensor],
-    early_BLD: Tensor,
-    last_BLV: Tensor,
-    scored_BL: Tensor,
-    every: int,
-    offset: int,
-) -> Tensor:
-    """KL(last ‖ early) in nats, as an estimate of its sum over the scored positions; the last readout gets no gradient.
+def exit_loss(readout: Callable[[Tensor], Tensor], last_BLD: Tensor, scored_BL: Tensor, every: int) -> PositionLoss:
+    """KL(last ‖ early) in nats of the logits of an early readout, times `every`; the last readout gets no gradient.
 
-    readout: state → logits. Compared are the scored ones among the positions offset, offset + every, …; their sum times
-    `every` is, over all offsets, on average that of all scored positions.
+    readout: state → logits; last_BLD, scored_BL: of the compared positions, which are offset, offset + every, …: over
+    all offsets, `every` times their sum is on average that of all scored positions. The last logits are computed again
+    for these positions alone, so that it does not matter whether all of them ever existed.
     """
-    places_L = torch.arange(scored_BL.shape[1], device=scored_BL.device)
-    compared_BL = scored_BL & (places_L % every == offset)
-    early_PV = readout(early_BLD[compared_BL]).log_softmax(-1)
-    last_PV = last_BLV.detach()[compared_BL].log_softmax(-1)
-    return every * F.kl_div(early_PV, last_PV, reduction="sum", log_target=True)
+    last_ND, scored_N = last_BLD.detach().flatten(0, 1), scored_BL.flatten()
+
+    def loss(early_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            last_CV = readout(last_ND[rows])
+        apart = every * sum_of_divergences(early_CV, last_CV, scored_N[rows])
+        return apart, apart.detach()[None]
+
+    return loss
 
 
 def join_windows(early: list[Application], full: list[Application]) -> tuple[list[Application], bool]:

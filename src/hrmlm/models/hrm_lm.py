@@ -200,7 +200,7 @@ class HRM(LanguageModel):
 
     def _input(self, tokens_BL: Tensor, call: ForwardCall) -> Tensor:
         embedded_BLD = self.embed(tokens_BL)
-        x_BLD = self.input_block(embedded_BLD, call, 0)
+        x_BLD = call.run(self.input_block, embedded_BLD, slot=0)
         call.record(call.schedule[0], embedded_BLD, x_BLD)
         return x_BLD
 
@@ -213,6 +213,6 @@ class HRM(LanguageModel):
         call: ForwardCall,
     ) -> Tensor:
         cell: GatedCell = getattr(self, application.module)
-        new_BLD, gate_BLD = cell(state_BLD, context_BLD, inputs_BLD, call, application.slot)
+        new_BLD, gate_BLD = call.run(cell, state_BLD, context_BLD, inputs_BLD, slot=application.slot)
         call.record(application, state_BLD, new_BLD, gate_BLD)
         return new_BLD

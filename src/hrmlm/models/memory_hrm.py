@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from hrmlm.data.batch import Batch
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
-from hrmlm.models.base import ModelConfig, PartialLoss, Positive, Probability, cross_entropy
+from hrmlm.models.base import ModelConfig, PartialLoss, Positive, Probability
 from hrmlm.models.blocks import Application, ApplicationStats, Block, ForwardCall, States, call_at
 from hrmlm.models.cache import KVCache, Placement
 from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.halting import ExitRule, HaltingConfig, HaltingHead
+from hrmlm.models.losses import text_loss
 from hrmlm.models.memory import KeysValues, Memory, MemoryMonitor, MemoryState
 from hrmlm.models.registry import register
 
@@ -144,6 +145,13 @@ class Unit(Block):
         """(B, L, D) → (B, L, D); slot: number of the iteration, from 0."""
         x_BLD = x_BLD + self.drop(self.attention(self._told(self.norm_attention(x_BLD), slot, 0), call, slot))
         return x_BLD + self.drop(self.mlp(self._told(self.norm_mlp(x_BLD), slot, 1)))
+
+
+_SHARED = (
+    *("truncate_gradient", "checkpoint_activations", "depth", "halt_threshold"),
+    *("exit", "cycles", "schedule", "minimum_steps"),
+)
+"""What the calls of the parts have from the call of the whole text."""
 
 
 @dataclass
@@ -377,8 +385,7 @@ class MemoryHRM(AdaptiveModel):
         assert isinstance(call, _PartCall)
         application, h_BND = call.schedule[index], states[0]
         k_BHSK, v_BHSK = (x if call.rows is None else x[call.rows.to(x.device)] for x in call.read_keys)
-        read_BND = self.memory.read(h_BND, (k_BHSK, v_BHSK)).to(h_BND.dtype)
-        new_BND = self.unit(h_BND + self.unit.drop(read_BND), call, application.slot)
+        new_BND = call.run(self._iterate, h_BND, (k_BHSK, v_BHSK), slot=application.slot)
         call.record(application, h_BND, new_BND)
         if isinstance(call.cache, MemoryState):
             if call.cache.shares is not None:
@@ -388,6 +395,11 @@ class MemoryHRM(AdaptiveModel):
             running_BN = call.running_BL
             call.seen.append(new_BND if running_BN is None else torch.where(running_BN[..., None], new_BND, h_BND))
         return (new_BND,)
+
+    def _iterate(self, h_BND: Tensor, keys: KeysValues, call: ForwardCall, slot: int) -> Tensor:
+        """Read the memory, then apply the unit."""
+        read_BND = self.memory.read(h_BND, keys).to(h_BND.dtype)
+        return self.unit(h_BND + self.unit.drop(read_BND), call, slot)
 
     def read(self, states: States) -> Tensor:
         """See LanguageModel.read."""
@@ -424,7 +436,7 @@ class MemoryHRM(AdaptiveModel):
     ) -> tuple["_PartCall", Tensor]:
         """Run one part of a call: what it recorded, and its readout (B, N, D)."""
         own = self._part_call(part, len(embedded_BLD), embedded_BLD.device, state, memory_BSD)
-        for name in ("truncate_gradient", "depth", "halt_threshold", "exit", "cycles", "schedule", "minimum_steps"):
+        for name in _SHARED:
             setattr(own, name, getattr(call, name))
         own.stats = None if call.stats is None else []
         own.embedded_BND = part.take(embedded_BLD)
@@ -554,9 +566,10 @@ class MemoryHRM(AdaptiveModel):
             self._collect(call, group, calls, length)
             partial = self.partial_loss(_join(group, readouts, length), piece, call, depth)
             if auxiliary is not None:
-                nats = cross_entropy(self.readout(_join(group, earlier, length)), piece)
+                hard = Batch(piece.inputs_BL, piece.targets_BL)
+                nats, nats_1 = self.loss_of(_join(group, earlier, length), text_loss(hard))
                 partial.objective = partial.objective + self.config.auxiliary_weight * nats
-                partial.extra["auxiliary"] = nats.detach()
+                partial.extra["auxiliary"] = nats_1[0]
             yield partial
             memory_BSD = memory_BSD.detach()
 

@@ -52,7 +52,7 @@ class Transformer(LanguageModel):
     def cycle(self, index: int, states: States, call: ForwardCall) -> States:
         """See LanguageModel.cycle: one layer."""
         application = call.schedule[index]
-        new_BLD = self.blocks[index](states[0], call, application.slot)
+        new_BLD = call.run(self.blocks[index], states[0], slot=application.slot)
         call.record(application, states[0], new_BLD)
         return (new_BLD,)
 

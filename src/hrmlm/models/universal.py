@@ -121,7 +121,7 @@ class UniversalTransformer(AdaptiveModel):
                 input_BLD = input_BLD + embedded_BLD
             if self.steps is not None:
                 input_BLD = input_BLD + self.steps.weight[application.slot]
-            new_BLD = self.block(input_BLD, call, application.slot)
+            new_BLD = call.run(self.block, input_BLD, slot=application.slot)
             call.record(application, h_BLD, new_BLD)
         return new_BLD, embedded_BLD
 

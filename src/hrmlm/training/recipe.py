@@ -56,9 +56,11 @@ class ScheduleConfig(StrictConfig):
 class TrainingConfig(StrictConfig):
     """steps: optimizer steps; batch_size: windows per forward pass, of all processes together; accumulation: forward
     passes per step, weighted by token; seed: of weights, data order, dropout and exit sampling; precision: of matrix
-    products; eval_every, save_every: in steps (0: only at the end); eval_tokens: validation tokens looked at during
-    training (None: all); keep: checkpoints kept beside the best one; trackers: further records besides metrics.jsonl;
-    init_from: checkpoint whose weights a new run starts from."""
+    products; loss_chunk: positions whose logits exist at once (None: all); checkpoint_activations: compute the
+    applications again in the backward pass instead of keeping what is inside them; eval_every, save_every: in steps
+    (0: only at the end); eval_tokens: validation tokens looked at during training (None: all); keep: checkpoints kept
+    beside the best one; trackers: further records besides metrics.jsonl; init_from: checkpoint whose weights a new run
+    starts from."""
 
     steps: Positive = 1000
     batch_size: Positive = 16
@@ -67,6 +69,8 @@ class TrainingConfig(StrictConfig):
     device: str = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
+    loss_chunk: Positive | None = None
+    checkpoint_activations: bool = False
     eval_every: NotNegative = 250
     eval_tokens: Positive | None = 65_536
     save_every: NotNegative = 250

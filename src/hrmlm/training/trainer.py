@@ -168,6 +168,7 @@ class Trainer:
         self.device = device or torch.device(self.config.device)
         self.model = model.to(self.device).train()
         self.engine = Engine(self.model, parallel, recipe.parallel.strategy)
+        model.loss_chunk, model.checkpoint_activations = self.config.loss_chunk, self.config.checkpoint_activations
         self.batches = batches
         self.teacher = None if teacher is None else teacher.to(self.device).eval()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
