@@ -2,7 +2,8 @@
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,21 @@ from hrmlm.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from hrmlm.data.tokens import PreparedData, TokenWindows, loader
+from hrmlm.data.corpora import Corpora, Usage
+from hrmlm.data.tokens import loader
+from hrmlm.data.verify import verify
 from hrmlm.errors import UserError
-from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.files import write_json
 from hrmlm.models import LanguageModel, ModelConfig, build_model
 from hrmlm.signals import StopSignal
 from hrmlm.training import depth
-from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, read_metrics, supersede
+from hrmlm.training.metrics import Metrics, read_metrics, supersede
+from hrmlm.training.profiling import Profile
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint, warn
+from hrmlm.training.trackers import check_trackers, open_trackers
 from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
+from hrmlm.training.validation import validate
 
 FIXED_ON_RESUME = ("model.", "data.window", "training.seed", "training.batch_size", "training.accumulation")
 """What cannot change in the middle of a run: the weights' shapes and the order of the data."""
@@ -58,7 +63,7 @@ class Reporter:
 @dataclass
 class RunResult:
     """How a run ended. stopped_by: name of the signal that ended it early, None if it is complete; tokens_per_second:
-    median over the steps of this process, evaluation and saving not included."""
+    median over the steps of this process, evaluation and saving not included; corpora: what was read of each."""
 
     out: str
     step: int
@@ -72,6 +77,7 @@ class RunResult:
     tokens_per_second: float
     seconds: float
     stopped_by: str | None
+    corpora: list[Usage]
 
 
 def train(
@@ -81,13 +87,16 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     reporter: Reporter | None = None,
+    profile: Profile | None = None,
 ) -> RunResult:
     """Train as the recipe says, into the directory `out`.
+
+    profile: steps to look at more closely; filled in place.
 
     Raises: UserError before any work for bad input; TrainingDiverged if the loss or a gradient stops being finite.
     """
     run = RunDirectory(out)
-    session = _Session(recipe, run, reporter or Reporter())
+    session = _Session(recipe, run, reporter or Reporter(), profile)
     try:
         session.open_data()
         if resume:
@@ -114,42 +123,50 @@ def model_config_for(recipe: Recipe, vocab_size: int) -> ModelConfig:
     return config.replace(used_vocab=vocab_size if vocab_size < config.vocab_size else None)
 
 
+def open_corpora(recipe: Recipe) -> Corpora:
+    """The prepared data that a recipe names. Raises: UserError."""
+    given = recipe.data.corpora
+    if not given:
+        raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
+    return Corpora.open([corpus.path for corpus in given], [corpus.weight for corpus in given])
+
+
 def recipe_model(recipe: Recipe) -> ModelConfig:
     """The model a recipe describes, its vocabulary from the recipe, else from the data it names. Raises: UserError."""
     config = recipe.model_config_of()
-    if config.vocab_size is None and recipe.data.path is not None:
-        return model_config_for(recipe, PreparedData.open(recipe.data.path).meta.vocab_size)
+    if config.vocab_size is None and recipe.data.corpora:
+        return model_config_for(recipe, open_corpora(recipe).tokenizer.vocab_size)
     return config
 
 
 class _Session:
     """One process's work on a run."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, reporter: Reporter) -> None:
-        self.recipe, self.run, self.reporter = recipe, run, reporter
+    def __init__(self, recipe: Recipe, run: RunDirectory, reporter: Reporter, profile: Profile | None = None) -> None:
+        self.recipe, self.run, self.reporter, self.profile = recipe, run, reporter, profile
         self.metrics: Metrics | None = None
         self.notes: list[str] = []
         self.stop = StopSignal()
 
     def open_data(self) -> None:
         """Open and check the data; nothing is written before this has worked."""
-        if self.recipe.data.path is None:
-            raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
         check_trackers(self.recipe.training.trackers)
+        if self.profile is not None:
+            self.profile.check(self.recipe.training.steps)
         try:
             torch.zeros(1, device=self.recipe.training.device).item()  # not only names it: it holds numbers
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"training.device {self.recipe.training.device!r} cannot be used: {reason}") from None
-        self.data = PreparedData.open(self.recipe.data.path)
-        self.data.verify()  # an id changed in place would make another run of this one, unnoticed
+        self.data = open_corpora(self.recipe)
+        # An id changed in place would make another run of this one, unnoticed.
+        self.verified = verify(self.data.parts, self.recipe.data.verify, self.run.verified)
+        if self.verified.unread:
+            self.notes.append(f"{self.verified.unread:,} bytes of data not compared with their hashes (data.verify)")
         training = self.recipe.training
-        self.windows = TokenWindows(
-            self.data.split("train"), self.recipe.window, training.batch_size, seed=training.seed
-        )
+        self.windows = self.data.windows(self.recipe.window, training.batch_size, training.seed)
         self.config = model_config_for(self.recipe, self.data.tokenizer.vocab_size)
-        valid = self.data.split("valid")
-        self.valid_ids = valid if training.eval_tokens is None else valid[: training.eval_tokens]
+        self.valid_ids = self.data.valid_ids(training.eval_tokens)
 
     def _new_trainer(self) -> Trainer:
         torch.manual_seed(self.recipe.training.seed)
@@ -173,7 +190,7 @@ class _Session:
         if source.tokenizer_fingerprint != ours:
             theirs = source.tokenizer_fingerprint or "none"
             raise UserError(
-                f"distillation.teacher {source.path} has tokenizer {theirs} and {self.recipe.data.path} was prepared "
+                f"distillation.teacher {source.path} has tokenizer {theirs} and {self.data.name} was prepared "
                 f"with {ours}: a student learns from a teacher of the same tokenizer"
             )
         teacher = load_model(source)
@@ -191,7 +208,7 @@ class _Session:
         return teacher, source.files[WEIGHTS]["sha256"]
 
     def _open_metrics(self) -> None:
-        self.metrics = Metrics(self.run.metrics, open_trackers(self.recipe.training.trackers, self.run.path))
+        self.metrics = Metrics(self.run.metrics, open_trackers(self.recipe, self.run.path))
 
     def start(self, overwrite: bool) -> None:
         """Begin a new run."""
@@ -209,6 +226,7 @@ class _Session:
 
     def _begin(self) -> None:
         self.run.write_recipe(self.recipe)
+        self.verified.write(self.run.verified)
         self._open_metrics()
         self._log("start", recipe=self.recipe.to_dict(), parameters=self._parameters(), version=hrmlm.__version__)
         self.notes.append(self.trainer.rates.note)
@@ -232,6 +250,8 @@ class _Session:
                 f"weights with training.init_from={checkpoint.path}"
             )
         changes = self._check_changes(checkpoint)
+        if self.profile is not None:
+            self.profile.check(self.recipe.training.steps - checkpoint.step)
         self.trainer = self._new_trainer()
         load_weights(self.trainer.model, checkpoint.path / WEIGHTS)
         teacher = self.trainer.progress.teacher
@@ -244,6 +264,7 @@ class _Session:
         self.trainer.load_optimizer_state(read_tensors(checkpoint.path / OPTIMIZER), str(checkpoint.path / OPTIMIZER))
         self._restore_record(checkpoint.step, self.trainer.progress)
         self.run.write_recipe(self.recipe)
+        self.verified.write(self.run.verified)
         self._open_metrics()
         self._log("resume", changes={key: list(values) for key, values in changes.items()})
 
@@ -260,11 +281,11 @@ class _Session:
         """Differences to the recipe the run was started with; what is given now wins, and is announced."""
         assert checkpoint.training is not None
         self._check_tokenizer(checkpoint)
-        if checkpoint.data_fingerprint != self.data.meta.fingerprint:
+        if checkpoint.data_fingerprint != self.data.fingerprint:
             raise UserError(
-                f"{self.recipe.data.path} has fingerprint {self.data.meta.fingerprint} and the run was trained on "
-                f"{checkpoint.data_fingerprint}; give the same prepared data, or start a new run with "
-                f"training.init_from={checkpoint.path}"
+                f"{self.data.name} has fingerprint {self.data.fingerprint} and the run was trained on "
+                f"{checkpoint.data_fingerprint}; give the same prepared data in the same shares, or start a new run "
+                f"with training.init_from={checkpoint.path}"
             )
         old = Recipe.parse(checkpoint.training["recipe"], f"{checkpoint.path}: recipe")
         changes = difference(old.to_dict(), self.recipe.to_dict())
@@ -292,7 +313,7 @@ class _Session:
         if checkpoint.tokenizer_fingerprint not in (None, ours):
             raise UserError(
                 f"{checkpoint.path} was trained with tokenizer {checkpoint.tokenizer_fingerprint} and "
-                f"{self.recipe.data.path} was prepared with {ours}"
+                f"{self.data.name} was prepared with {ours}"
             )
 
     def loop(self) -> RunResult:
@@ -304,7 +325,7 @@ class _Session:
             try:
                 if self._evaluation_is_due():  # a signal came between this step and its evaluation
                     self._evaluate()
-                for result in self.trainer.steps():
+                for result in self._steps():
                     rates.append(result.tokens / result.seconds)
                     self._record(result, rates[-1])
                     if self.stop.name:
@@ -323,6 +344,10 @@ class _Session:
                 self.reporter.stop()
         self._log("stop", reason=self.stop.name or "complete")
         return self._result(rates, time.perf_counter() - started)
+
+    def _steps(self) -> Iterator[StepResult]:
+        steps = self.trainer.steps()
+        return steps if self.profile is None else self.profile.watch(steps, self.run.path / "profile")
 
     def _evaluation_is_due(self) -> bool:
         training, step = self.recipe.training, self.trainer.progress.step
@@ -350,19 +375,14 @@ class _Session:
 
     def _evaluate(self) -> None:
         progress, model = self.trainer.progress, self.trainer.model
-        report = evaluate_ids(
-            model,
-            self.valid_ids,
-            self.data.tokenizer,
-            window=min(self.recipe.window, len(self.valid_ids)),
-            batch_size=self.recipe.training.batch_size,
-        )
-        loss, bits = report.nats_per_token, report.bits_per_byte
-        if loss is None or not math.isfinite(loss):
+        batch_size = self.recipe.training.batch_size
+        report = validate(model, self.data, self.valid_ids, self.recipe.window, batch_size=batch_size)
+        loss, bits = report.loss, report.bits_per_byte
+        if not math.isfinite(loss):
             raise TrainingDiverged(progress.step, "the validation loss")
         is_best = progress.best_loss is None or loss < progress.best_loss
-        steps = depth.of_evaluation(report.steps)
-        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
+        details = depth.of_evaluation(report.steps) | ({"corpora": report.corpora} if report.corpora else {})
+        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **details)
         self._warn_once(depth.KIND, depth.constant_depth(model, report.steps))
         for kind, message in self._complaints().items():
             self._warn_once(kind, message)
@@ -397,14 +417,14 @@ class _Session:
                 tokenizer=self.data.tokenizer,
                 optimizer_state=self.trainer.optimizer_state(),
                 training=self.trainer.position(),
-                data_fingerprint=self.data.meta.fingerprint,
+                data_fingerprint=self.data.fingerprint,
             )
         except NotFiniteError as error:
             raise TrainingDiverged(self.trainer.progress.step, error.name) from None
         self.run.prune(self.recipe.training.keep)
 
     def _result(self, rates: list[float], seconds: float) -> RunResult:
-        progress = self.trainer.progress
+        training, progress = self.recipe.training, self.trainer.progress
         _, loss, bits = progress.last_evaluation or (0, None, None)
         result = RunResult(
             out=str(self.run.path),
@@ -419,9 +439,10 @@ class _Session:
             tokens_per_second=sorted(rates)[len(rates) // 2] if rates else 0.0,
             seconds=seconds,
             stopped_by=self.stop.name,
+            corpora=self.data.usage(self.windows, progress.step * training.accumulation * training.batch_size),
         )
         if self.stop.name is None:
-            write_json(self.run.path / "result.json", vars(result))
+            write_json(self.run.path / "result.json", asdict(result))
         return result
 
     def _parameters(self) -> int:
