@@ -102,7 +102,7 @@ def large(tmp_path_factory) -> Path:
 
 
 def test_memory_does_not_grow_with_what_is_read(large):
-    """12,800 windows, 26 MB read all over 2 GiB, cost next to nothing; mapped, their pages alone would be 52 MB or more."""
+    """12,800 windows, 26 MB read all over 2 GiB, cost next to nothing; mapped, their pages would be 52 MB or more."""
     command = [sys.executable, "-c", CHILD, str(large), str(TOKENS)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     before, after = json.loads(done.stdout)

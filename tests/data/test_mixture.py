@@ -18,7 +18,9 @@ WEIGHTS = st.lists(st.integers(1, 60), min_size=2, max_size=5)
 
 def mixed(weights: list[float], windows_each: int = 7, batch_size: int = 3, seed: int = 0) -> MixedWindows:
     """Corpus n holds ids 1000 n, 1000 n + 1, …, in windows of 4."""
-    parts = [TokenWindows(np.arange(4 * windows_each + 1 + n) + 1000 * n, 4, batch_size, n) for n in range(len(weights))]
+    parts = [
+        TokenWindows(np.arange(4 * windows_each + 1 + n) + 1000 * n, 4, batch_size, n) for n in range(len(weights))
+    ]
     return MixedWindows(parts, shares(weights), seed)
 
 

@@ -124,7 +124,12 @@ def test_untouched_files_are_read_once_wherever_they_are(sharded, tmp_path, monk
     moved = shutil.move(sharded.path, tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "train-00000.bin").touch()
     read = []
-    monkeypatch.setattr(module, "open", lambda path, mode: read.append(path.name) or open(path, mode), raising=False)
+
+    def spied(path: Path, mode: str):
+        read.append(path.name)
+        return path.open(mode)
+
+    monkeypatch.setattr(module, "open", spied, raising=False)
     found = verify([PreparedData.open(moved)], "auto", known)
     assert read == ["train-00000.bin"]
     assert {seal.sha256 for seal in found.seals} == {

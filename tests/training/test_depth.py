@@ -99,6 +99,8 @@ def test_trackers_get_the_shares_one_by_one(data: Path, tmp_path: Path, monkeypa
     logged: dict[str, float] = {}
 
     class Tracker:
+        settling = highest = None
+
         def log(self, step: int, values: dict[str, float]) -> None:
             logged.update(values)
 

@@ -1,8 +1,10 @@
 """Telling a tracker in the background what the record says, and remembering how far it was told."""
 
 import json
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,14 @@ class Line(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Something that keeps numbers by name and step. It may fail, and it may take its time."""
+    """Something that keeps numbers by name and step. It may fail, and it may take its time.
+
+    settling: seconds after which a kill cannot lose a line any more, once a later step was told (None: at once).
+    highest: step that it already has of this run, by its own account (None: it has no account).
+    """
+
+    settling: float | None
+    highest: int | None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Keep `values` of `step`; steps never go back."""
@@ -60,11 +69,17 @@ class Mark:
         """Whether the tracker has this line, or later ones, after which it would not take it."""
         return step < self.step or (step == self.step and event in self.events)
 
-    def move(self, event: str, step: int) -> None:
-        """Remember that the tracker has this line. A kill leaves the mark before or after it."""
-        self.events = [*self.events, event] if step == self.step else [event]
-        self.step = step
+    def move(self, lines: Iterable["Line"]) -> None:
+        """Remember that the tracker has these lines, which come next. A kill leaves the mark before or after them."""
+        for line in lines:
+            self.events = [*self.events, line.event] if line.step == self.step else [line.event]
+            self.step = line.step
         self.write()
+
+    def correct(self, step: int) -> None:
+        """The tracker has everything up to this step."""
+        if step != self.step:
+            self.step, self.events = step, ["step", "eval"]
 
     def write(self) -> None:
         """Write the file."""
@@ -83,6 +98,7 @@ class Delivery:
         self.name = name
         self._make, self._mark, self._backlog = make, mark, backlog
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._unsettled: list[tuple[float, Line]] = []
         self._over = False
         self._warned = False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -109,19 +125,34 @@ class Delivery:
         try:
             self._mark.write()  # first: a run killed while the tracker starts must not get another one
             tracker = self._make()
+            if tracker.highest is not None:
+                self._mark.correct(tracker.highest)
             for line in self._backlog:
                 self._tell(tracker, line)
             while not self._over and (next_line := self._lines.get()) is not None:
                 self._tell(tracker, next_line)
             tracker.close()
+            self._settle(0.0, math.inf)
         except BaseException as error:  # whatever a tracker does, training goes on
             self._over = True
             self._warn(f"failed and is switched off: {type(error).__name__}: {' '.join(str(error).split())}")
 
     def _tell(self, tracker: Tracker, line: Line) -> None:
-        if not self._mark.covers(line.event, line.step):
-            tracker.log(line.step, line.values)
-            self._mark.move(line.event, line.step)
+        if not line.values or self._mark.covers(line.event, line.step):
+            return
+        tracker.log(line.step, line.values)
+        if tracker.settling is None:
+            return self._mark.move([line])
+        self._settle(tracker.settling, line.step)
+        self._unsettled.append((time.monotonic(), line))
+
+    def _settle(self, seconds: float, step: float) -> None:
+        """Mark what was told so long ago, and before this step."""
+        latest = time.monotonic() - seconds
+        settled = [line for told, line in self._unsettled if told <= latest and line.step < step]
+        if settled:
+            self._unsettled = self._unsettled[len(settled) :]
+            self._mark.move(settled)
 
     def _warn(self, what: str) -> None:
         if not self._warned:

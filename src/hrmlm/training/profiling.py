@@ -1,9 +1,11 @@
 """Where the time of training steps goes: torch's profiler over a few steps, a trace and the dearest operations."""
 
+import gzip
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,16 +87,21 @@ class Profile:
             torch.cuda.synchronize()
         profiler.stop()
         self.last, self.seconds = last, seconds
-        self.clock = "cuda" if torch.cuda.is_available() and _total(profiler, "device") else "cpu"
-        self.operations = dearest(profiler, self.clock)
+        events = profiler.key_averages()  # slow
+        self.clock = "cuda" if any(_own(event, "cuda") for event in events) else "cpu"
+        self.operations = dearest(events, self.clock)
         directory.mkdir(exist_ok=True)
         path = directory / f"steps-{self.first}-{self.last}.json.gz"
-        partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+        plain = directory / f".partial-{os.getpid()}-trace.json"
+        packed = plain.with_suffix(".json.gz")
         try:
-            profiler.export_chrome_trace(str(partial))
-            os.replace(partial, path)
+            profiler.export_chrome_trace(str(plain))
+            with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            os.replace(packed, path)
         finally:
-            partial.unlink(missing_ok=True)
+            plain.unlink(missing_ok=True)
+            packed.unlink(missing_ok=True)
         self.trace = str(path)
 
 
@@ -112,15 +119,10 @@ def _own(event: Any, clock: str) -> float:
     return event.self_cpu_time_total if clock == "cpu" else event.self_device_time_total
 
 
-def _total(profiler: profile, clock: str) -> float:
-    return sum(_own(event, clock) for event in profiler.key_averages())
-
-
-def dearest(profiler: profile, clock: str, count: int = DEAREST) -> list[Operation]:
-    """The operations with the largest time of their own, largest first."""
-    total = _total(profiler, clock)
-    events = sorted(profiler.key_averages(), key=lambda event: -_own(event, clock))[:count]
+def dearest(events: Sequence[Any], clock: str, count: int = DEAREST) -> list[Operation]:
+    """The operations with the largest time of their own, largest first. events: as the profiler averages them."""
+    total = sum(_own(event, clock) for event in events)
     return [
         Operation(event.key, event.count, _own(event, clock) / 1000, _own(event, clock) / total if total else 0.0)
-        for event in events
+        for event in sorted(events, key=lambda event: -_own(event, clock))[:count]
     ]

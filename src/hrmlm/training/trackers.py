@@ -39,6 +39,9 @@ class Identity:
 class TensorBoard:
     """Event files in RUN/tensorboard (extra: tensorboard)."""
 
+    settling: float | None = None
+    highest: int | None = None
+
     def __init__(self, identity: Identity) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -61,6 +64,10 @@ class WandB:
     Only numbers and the recipe are recorded: no code, no console output, nothing about the machine's files.
     """
 
+    settling: float | None = (
+        1.0  # a step is written when the next one begins, and that to the disk every second, see below
+    )
+
     def __init__(self, identity: Identity) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the package would report its own errors otherwise
         import wandb
@@ -81,10 +88,12 @@ class WandB:
                 x_disable_meta=True,
                 x_disable_machine_info=True,
                 x_save_requirements=False,
+                x_transaction_log_flush_interval=1,
                 login_timeout=1,
                 finish_timeout=CLOSE_SECONDS,
             ),
         )
+        self.highest: int | None = self._run.step - 1 if self._run.resumed else None  # offline it cannot know
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """See Tracker."""
@@ -97,6 +106,8 @@ class WandB:
 
 class Trackio:
     """A run of Trackio (extra: trackio), in its local database unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
+
+    settling: float | None = 2.0  # it writes every half a second
 
     def __init__(self, identity: Identity) -> None:
         import trackio
@@ -111,6 +122,8 @@ class Trackio:
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
+        following = getattr(self._run, "_next_step", None)  # there is no public way to ask
+        self.highest: int | None = following - 1 if isinstance(following, int) else None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """See Tracker."""
@@ -138,18 +151,18 @@ def open_trackers(recipe: Recipe, run: Path) -> list[Delivery]:
     What the local record has and a tracker lacks is told to it first: a tracker that failed, or was not asked for, in
     an earlier session catches up.
     """
+    lines = _lines(run / "metrics.jsonl") if recipe.training.trackers else []
     deliveries = []
     for name in recipe.training.trackers:
         mark = Mark.open(run / "trackers" / f"{name}.json", new_id=uuid.uuid4().hex[:8])
         make = partial(TRACKERS[name], Identity(run, mark.id, recipe.to_dict()))
-        deliveries.append(Delivery(name, make, mark, _missing(run / "metrics.jsonl", mark)))
+        deliveries.append(Delivery(name, make, mark, lines))
     return deliveries
 
 
-def _missing(path: Path, mark: Mark) -> list[Line]:
-    """What a record has and a tracker lacks."""
-    lines = read_metrics(path) if path.is_file() else []
-    return [_line_of(**line) for line in lines if not mark.covers(line["event"], line["step"])]
+def _lines(path: Path) -> list[Line]:
+    """The numbers of a record, but for superseded lines."""
+    return [_line_of(**line) for line in read_metrics(path)] if path.is_file() else []
 
 
 def _line_of(event: str, step: int, **values: Any) -> Line:
