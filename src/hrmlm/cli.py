@@ -121,6 +121,9 @@ def prepare(
         str | None, typer.Option(help=r"Cut text files into documents at this string, such as '\n\n'.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides which documents go into `valid`.")] = 0,
+    shard_tokens: Annotated[
+        int | None, typer.Option(help="Write files of so many tokens (default: one file per split).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn text into token files to train on.
@@ -142,6 +145,7 @@ def prepare(
         field=field,
         separator=separator,
         seed=seed,
+        shard_tokens=shard_tokens,
         progress=sys.stderr.isatty(),
     )
     for warning in meta.warnings:
@@ -222,16 +226,25 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/<name of the recipe>).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run in --out and start again.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write a trace of a few steps and print the dearest operations.")
+    ] = False,
+    profile_steps: Annotated[str, typer.Option(help="Which steps of this process, first:last.")] = "5:10",
     as_json: Json = False,
 ) -> None:
     """Train a model. Ctrl-C or SIGTERM saves and exits; --resume goes on exactly where it stopped.
 
     Example: hrmlm train recipes/wikitext2-hrm-lm.yaml data.path=data/wikitext-2 training.steps=200
     """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
     if os.environ.get("WORLD_SIZE", "1") != "1":  # before torch is imported: its engines warn once per process
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from hrmlm.console import ERRORS, TrainingBar
+    from hrmlm.console import ERRORS, TrainingBar, corpora_table, profile_table
     from hrmlm.parallel import Parallel
+    from hrmlm.training.profiling import Profile
     from hrmlm.training.recipe import load_recipe, scale_warning_for
     from hrmlm.training.train import train as run
     from hrmlm.training.trainer import TrainingDiverged
@@ -241,10 +254,19 @@ def train(
             if resume and overwrite:
                 raise UserError("--resume and --overwrite exclude each other")
             settings = load_recipe(recipe, overrides or ())
+            watched = Profile.parse(profile_steps) if profile else None
         directory = out or Path("runs") / Path(recipe).stem
         bar = TrainingBar(directory.name, scale_warning_for(recipe, settings))
         try:
-            result = run(settings, directory, resume=resume, overwrite=overwrite, reporter=bar, parallel=parallel)
+            result = run(
+                settings,
+                directory,
+                resume=resume,
+                overwrite=overwrite,
+                reporter=bar,
+                profile=watched,
+                parallel=parallel,
+            )
         except TrainingDiverged as error:
             if not parallel.is_first:
                 raise EndedElsewhere from None
@@ -256,7 +278,7 @@ def train(
     if not parallel.is_first:
         return
     if as_json:
-        return print_json(vars(result))
+        return print_json(asdict(result) | ({} if watched is None else {"profile": asdict(watched)}))
     if result.stopped_by:
         ERRORS.print(
             f"{result.stopped_by}: saved after step {result.step} of {result.steps}; go on with the same command and "
@@ -266,6 +288,11 @@ def train(
     else:
         print(f"{directory}: {result.step} steps, {result.tokens:,} tokens, {result.seconds:.0f} s")
         print(f"validation: {result.loss:.4f} nats per token (best {result.best_loss:.4f} at step {result.best_step})")
+    if len(result.corpora) > 1:
+        Console().print(corpora_table(result.corpora))
+    if watched is not None:
+        Console().print(profile_table(watched))
+        print(f"trace: {watched.trace} (for chrome://tracing or ui.perfetto.dev)")
 
 
 @app.command()

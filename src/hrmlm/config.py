@@ -70,6 +70,8 @@ def _short(value: Any) -> str:
 def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
     """Names of the fields of the sub-configuration at `path`."""
     for part in path:
+        if part.isdigit():  # a place in a list of sections, whose kind was found one step before
+            continue
         field = cls.model_fields.get(part)
         kinds = () if field is None else get_args(field.annotation) or (field.annotation,)  # a section may be optional
         sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

@@ -1,9 +1,14 @@
-"""What the command line draws: the progress of a training run."""
+"""What the command line draws: the progress of a training run, and tables about it."""
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
+from hrmlm.data.corpora import Usage
+from hrmlm.training.profiling import Profile
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.train import Reporter
 from hrmlm.training.trainer import StepResult
@@ -66,6 +71,27 @@ class TrainingBar(Reporter):
     def stop(self) -> None:
         """See Reporter."""
         self._progress.stop()
+
+
+def corpora_table(corpora: Sequence[Usage]) -> Table:
+    """What a run read of each corpus."""
+    table = Table("corpus", "tokens", "share", "epochs", title="read", title_justify="left")
+    for usage in corpora:
+        table.add_row(escape(usage.path), f"{usage.tokens:,}", f"{usage.share:.2%}", f"{usage.epochs:.2f}")
+    return table
+
+
+def profile_table(profile: Profile) -> Table:
+    """The dearest operations."""
+    title = (
+        f"steps {profile.first} to {profile.last} of this process: {profile.seconds:.2f} s; time on the {profile.clock}"
+    )
+    table = Table("operation", "calls", "own ms", "share", title=title, title_justify="left")
+    for operation in profile.operations:
+        table.add_row(
+            escape(operation.name), f"{operation.calls:,}", f"{operation.milliseconds:.2f}", f"{operation.share:.1%}"
+        )
+    return table
 
 
 def _smooth(mean: float | None, value: float | None) -> float | None:

@@ -22,8 +22,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: str | Path, content: str | bytes) -> None:
+def write_atomic(path: str | Path, content: str | bytes, sync: bool = True) -> None:
     """Replace `path` by `content` in one step; readers see the old content or the new, never a part.
+
+    sync: wait until it is on the disk; without that only a kill is survived, not a power cut.
 
     Raises: OSError where the disk refuses; then the old file is untouched and no temporary file stays.
     """
@@ -33,13 +35,15 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
     try:
         with open(partial, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    if sync:
+        _sync(path.parent)
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hrmlm.data.prepare import prepare
 from hrmlm.data.tokenizer import Tokenizer
 from hrmlm.data.tokens import PreparedData
+from hrmlm.data.verify import verify
 from hrmlm.errors import UserError
 
 from .examples import corpus, small_bpe
@@ -35,7 +36,7 @@ def test_opening_damaged_data(prepared):
         PreparedData.open(prepared)
     (prepared / "train.bin").write_bytes(b"\x01" + whole[1:])
     with pytest.raises(UserError, match=r"train\.bin was changed"):
-        PreparedData.open(prepared).verify()
+        verify([PreparedData.open(prepared)])
     (prepared / "train.bin").unlink()
     with pytest.raises(UserError, match=r"train\.bin is missing"):
         PreparedData.open(prepared)

@@ -14,6 +14,7 @@ from hrmlm.data.checks import byte_alphabet
 from hrmlm.data.prepare import prepare
 from hrmlm.data.tokenizer import END_OF_TEXT, Tokenizer
 from hrmlm.data.tokens import PreparedData
+from hrmlm.data.verify import verify
 from hrmlm.errors import UserError
 
 from .examples import HARD_TEXTS, corpus, small_bpe, tokenizer_json, write_tokenizer
@@ -22,7 +23,7 @@ _TEXTS = [text for text in HARD_TEXTS if text]
 
 
 def _documents(data: PreparedData, split: str) -> list[bytes]:
-    ids = data.split(split)
+    ids = data.split(split)[:]
     ends = np.flatnonzero(ids == data.tokenizer.end_of_text)
     assert ends[-1] == len(ids) - 1
     starts = [0, *(ends[:-1] + 1)]
@@ -39,9 +40,9 @@ def _check(data: PreparedData, texts: list[str]) -> None:
     for name, documents in (("train", train), ("valid", valid)):
         split = data.meta.splits[name]
         assert split.documents == len(documents)
-        assert split.bytes == sum(map(len, documents)) == data.tokenizer.token_bytes[data.split(name)].sum()
+        assert split.bytes == sum(map(len, documents)) == data.tokenizer.token_bytes[data.split(name)[:]].sum()
         assert split.tokens == len(data.split(name))
-    data.verify()
+    verify([data])
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes", "file"])
@@ -145,7 +146,7 @@ def test_ids_beyond_16_bits_survive(tmp_path):
     meta = prepare([train], tmp_path / "out", tokenizer=str(file), valid=[corpus(tmp_path / "b.jsonl", ["v"])])
     assert (meta.dtype, meta.vocab_size) == ("uint32", 70_000)
     data = PreparedData.open(tmp_path / "out")
-    assert data.split("train").tolist() == [id_ for token in wanted for id_ in (token, 69_999)]
+    assert data.split("train")[:].tolist() == [id_ for token in wanted for id_ in (token, 69_999)]
     with pytest.raises(UserError, match=r"70000 ids, but the model has only 60000"):
         data.check_vocab(60_000)
 
@@ -164,7 +165,7 @@ def test_quoted_end_marks_stay_text(kind, tmp_path):
     source, valid = corpus(tmp_path / "a.jsonl", texts), corpus(tmp_path / "b.jsonl", ["valid"])
     prepare([source], tmp_path / "out", tokenizer=kind, vocab_size=280, valid=[valid])
     data = PreparedData.open(tmp_path / "out")
-    assert (data.split("train") == data.tokenizer.end_of_text).sum() == 3
+    assert (data.split("train")[:] == data.tokenizer.end_of_text).sum() == 3
     assert _documents(data, "train") == [text.encode() for text in texts]
 
 
@@ -218,7 +219,7 @@ def test_long_documents_get_the_ids_of_the_whole_text(tmp_path, monkeypatch):
     tokenizer = str(tmp_path / "tokenizer.json")
     prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=tokenizer, valid=[str(tmp_path / "v.txt")])
     expected = [*small_bpe().encode_batch([text])[0], small_bpe().end_of_text]
-    assert PreparedData.open(tmp_path / "out").split("train").tolist() == expected
+    assert PreparedData.open(tmp_path / "out").split("train")[:].tolist() == expected
 
 
 def test_standard_input_is_spooled_and_the_copy_removed(tmp_path):

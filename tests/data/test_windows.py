@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hrmlm.data.ids import IdFiles
 from hrmlm.data.order import permute
 from hrmlm.data.tokens import TokenWindows, loader
 from hrmlm.errors import UserError
@@ -82,7 +83,7 @@ def test_left_over_tokens_are_not_always_the_same():
 def test_resumed_batches_are_the_uninterrupted_ones(workers, tmp_path):
     ids = np.arange(33 * 8 + 5, dtype="<u2")
     ids.tofile(tmp_path / "train.bin")
-    data = TokenWindows(np.memmap(tmp_path / "train.bin", dtype="<u2", mode="r"), 8, 4, seed=3)
+    data = TokenWindows(IdFiles([tmp_path / "train.bin"], [len(ids)], ids.dtype), 8, 4, seed=3)
     expected = [data[i].inputs_BL for i in range(20)]  # two and a half epochs
     interrupted = loader(data, 0, 20, workers)
     seen = [next(interrupted).inputs_BL for _ in range(7)]
@@ -98,11 +99,22 @@ def test_loading_leaves_the_random_numbers_of_training_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_workers_started_afresh_map_the_file(tmp_path):
+def test_workers_started_afresh_open_the_file_themselves(tmp_path):
     np.arange(100_000, dtype="<u2").tofile(tmp_path / "train.bin")
-    ids = np.memmap(tmp_path / "train.bin", dtype="<u2", mode="r")
-    packed = pickle.dumps(TokenWindows(ids, 8, 2))
+    data = TokenWindows(IdFiles([tmp_path / "train.bin"], [100_000], np.dtype("<u2")), 8, 2)
+    before = data[3].inputs_BL
+    packed = pickle.dumps(data)
     assert len(packed) < 2000
-    assert torch.equal(pickle.loads(packed)[3].inputs_BL, TokenWindows(ids, 8, 2)[3].inputs_BL)
-    part = TokenWindows(ids[500:1000], 8, 2)
-    assert torch.equal(pickle.loads(pickle.dumps(part))[3].inputs_BL, part[3].inputs_BL)
+    assert torch.equal(pickle.loads(packed)[3].inputs_BL, before)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_of_a_batch_are_read_alone(size):
+    """What several processes that share a batch read is together what one reads."""
+    ids = np.arange(10 * 16 + 3)
+    whole = TokenWindows(ids, 16, 7)
+    for index in (0, 1, 40):
+        parts = [whole.rows(index, rank * 7 // size, (rank + 1) * 7 // size) for rank in range(size)]
+        assert torch.equal(torch.cat([part.inputs_BL for part in parts]), whole[index].inputs_BL)
+        assert torch.equal(torch.cat([part.targets_BL for part in parts]), whole[index].targets_BL)
+    assert whole.rows(3, 4, 4).inputs_BL.shape == (0, 16)

@@ -45,7 +45,7 @@ def test_windows_before_and_after_a_kill_are_those_of_one_run(
     assert read == [row for index in range(16) for row in order[index].inputs_BL.tolist()]
     epoch = order.windows_per_epoch
     assert epoch < len(read), "the test must cross the end of an epoch"
-    text = data.split("train").tolist()
+    text = data.split("train")[:].tolist()
     starts = [next(i for i in range(len(text)) if text[i : i + 16] == window) for window in read[:epoch]]
     assert len(set(starts)) == epoch, "a window was repeated within an epoch"
 

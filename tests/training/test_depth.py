@@ -10,7 +10,7 @@ from hrmlm.console import TrainingBar
 from hrmlm.errors import UserError
 from hrmlm.models import build_model
 from hrmlm.steps import StepCounts
-from hrmlm.training import metrics
+from hrmlm.training import trackers
 from hrmlm.training.depth import constant_depth, per_target
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.train import Reporter, train
@@ -99,13 +99,15 @@ def test_trackers_get_the_shares_one_by_one(data: Path, tmp_path: Path, monkeypa
     logged: dict[str, float] = {}
 
     class Tracker:
+        settling = highest = None
+
         def log(self, step: int, values: dict[str, float]) -> None:
             logged.update(values)
 
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(metrics, "TensorBoard", lambda directory: Tracker())
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda identity: Tracker())
     recipe = tiny(data, "cosmicfish", **{**CONSTANT, "training.steps": 1, "training.trackers": ("tensorboard",)})
     train(recipe, tmp_path / "run")
     assert logged["step/steps_share/1"] == logged["eval/steps_share/1"] == logged["step/mean_steps"] == 1.0

@@ -3,10 +3,10 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hrmlm.config import StrictConfig
 from hrmlm.errors import UserError
@@ -48,8 +48,24 @@ class SplitRule(StrictConfig):
     seed: int | None
 
 
+class ShardMeta(StrictConfig):
+    """One of several files of a split."""
+
+    tokens: int = Field(ge=1)
+    sha256: str
+
+
+class IdFile(NamedTuple):
+    """A file of ids: its name in the directory, and what must be in it."""
+
+    name: str
+    tokens: int
+    sha256: str
+
+
 class SplitMeta(StrictConfig):
-    """tokens: with one end mark per document. bytes: of the original text in UTF-8. sha256: of the .bin file.
+    """tokens: with one end mark per document. bytes: of the original text in UTF-8. sha256: of all ids in order, in
+    however many files. shards: the files, in order, where there may be several; else empty.
 
     shared_with_train: documents that also stand in the training split word for word (only with files given).
     """
@@ -59,10 +75,24 @@ class SplitMeta(StrictConfig):
     bytes: int
     sha256: str
     shared_with_train: int = 0
+    shards: tuple[ShardMeta, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_shards(self) -> Self:
+        held = sum(shard.tokens for shard in self.shards)
+        if self.shards and held != self.tokens:
+            raise ValueError(f"the shards hold {held} tokens instead of {self.tokens}")
+        return self
+
+    def files(self, split: str) -> list[IdFile]:
+        """The files of the split of this name, in order."""
+        if not self.shards:
+            return [IdFile(f"{split}.bin", self.tokens, self.sha256)]
+        return [IdFile(shard_name(split, n), shard.tokens, shard.sha256) for n, shard in enumerate(self.shards)]
 
 
 class Meta(StrictConfig):
-    """Everything in meta.json. `fingerprint` identifies ids and tokenizer together."""
+    """Everything in meta.json. `fingerprint` identifies ids and tokenizer together, in however many files they are."""
 
     format: int = FORMAT
     hrmlm: str
@@ -106,6 +136,11 @@ class Meta(StrictConfig):
         if version != FORMAT:
             raise UserError(f"{file} has format {version!r}, this version of hrmlm reads {FORMAT}; prepare it again")
         return cls.parse(content, str(file))
+
+
+def shard_name(split: str, number: int) -> str:
+    """Name of a file of a split that is divided over several."""
+    return f"{split}-{number:05d}.bin"
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:

@@ -34,6 +34,7 @@ def prepare(
     field: str = "text",
     separator: str | None = None,
     seed: int = 0,
+    shard_tokens: int | None = None,
     progress: bool = False,
 ) -> Meta:
     """Tokenize `sources` into the new directory `out` and return what its meta.json says.
@@ -41,7 +42,7 @@ def prepare(
     sources, valid, test: see `hrmlm.data.sources.ACCEPTED`. tokenizer: "bpe" trains one of `vocab_size` ids on the
     training split, "bytes" takes bytes as they are, anything else is the path of a tokenizer.json. valid_fraction: part
     of the bytes kept for validation where no `valid` is given. field: key or column of the text. separator: cuts text
-    files into documents. seed: decides the split.
+    files into documents. seed: decides the split. shard_tokens: ids per file (None: one file per split).
 
     Memory: a few blocks of text and 24 bytes per document, whatever the size of the corpus.
     Raises: UserError for anything wrong with the input; then, as after a kill, `out` does not exist.
@@ -54,6 +55,8 @@ def prepare(
         raise UserError(f"valid fraction {valid_fraction} must lie between 0 and 1, both excluded")
     if separator == "":
         raise UserError("the separator is empty; leave it out to take each text file as one document")
+    if shard_tokens is not None and shard_tokens < 1:
+        raise UserError(f"{shard_tokens} tokens per file is too few; leave --shard-tokens out for one file per split")
     if tokenizer == "bpe" and vocab_size < 257:
         raise UserError(f"vocabulary size {vocab_size} is too small: 256 bytes and the end mark need at least 257")
     if tokenizer == "bpe" and vocab_size > MAX_VOCAB:
@@ -67,7 +70,7 @@ def prepare(
         opened = {name: [open_source(text, options, spool) for text in texts] for name, texts in given.items()}
         plan = _plan(opened, valid_fraction, seed, progress)
         used = ready or _train(plan, vocab_size, progress)
-        splits = _encode(plan, used, partial, progress)
+        splits = _encode(plan, used, partial, shard_tokens, progress)
         shutil.rmtree(spool)
         used.save(partial)
         warnings = [*_warnings(plan, splits), *([] if ready else _vocab_warning(used, vocab_size))]
@@ -181,11 +184,13 @@ def _training_texts(plan: _Plan, advance: Callable[[int], None]) -> Iterator[str
                 yield text
 
 
-def _encode(plan: _Plan, tokenizer: Tokenizer, directory: Path, progress: bool) -> dict[str, SplitMeta]:
-    """Write the .bin file of every split."""
+def _encode(
+    plan: _Plan, tokenizer: Tokenizer, directory: Path, shard_tokens: int | None, progress: bool
+) -> dict[str, SplitMeta]:
+    """Write the .bin files of every split."""
     expected = plan.expected()
     with byte_bar("encoding", sum(size for _, size in expected.values()), progress) as advance, ExitStack() as stack:
-        writers = {name: SplitWriter(directory / f"{name}.bin", tokenizer, advance) for name in expected}
+        writers = {name: SplitWriter(directory, name, tokenizer, advance, shard_tokens) for name in expected}
         for writer in writers.values():
             stack.enter_context(writer)
         for name, parts in plan.documents():

@@ -1,16 +1,18 @@
 """Prepared data, read back: ids of a split, and the batches that training draws from them."""
 
-import hashlib
 import signal
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from hrmlm.data.batch import Batch
+from hrmlm.data.ids import IdFiles
 from hrmlm.data.meta import Meta
 from hrmlm.data.order import hash_words, permute
 from hrmlm.data.tokenizer import Tokenizer
@@ -27,7 +29,7 @@ class PreparedData:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a prepared directory and check that it is whole (sizes and tokenizer; `verify` reads every byte).
+        """Open a prepared directory and check sizes and tokenizer; every byte is checked by `hrmlm.data.verify`.
 
         Raises: UserError if it is no prepared directory, is of an unknown format, or a file of it was cut or changed.
         """
@@ -44,15 +46,18 @@ class PreparedData:
             data._check_size(name)
         return data
 
-    def split(self, name: str) -> np.memmap:
-        """The ids of a split ("train", "valid", perhaps "test"): 1-D, read-only, mapped and not loaded.
+    def split(self, name: str) -> IdFiles:
+        """The ids of a split ("train", "valid", perhaps "test"): on disk, read where they are asked for.
 
         Every document is followed by `tokenizer.end_of_text`.
         """
         if name not in self.meta.splits:
             raise UserError(f"{self.path} has no split {name!r}; it has {', '.join(self.meta.splits)}")
         self._check_size(name)
-        return np.memmap(self._file(name), dtype=self.meta.numpy_dtype, mode="r")
+        files = self.meta.splits[name].files(name)
+        return IdFiles(
+            [self.path / file.name for file in files], [file.tokens for file in files], self.meta.numpy_dtype
+        )
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise UserError if a model of `vocab_size` ids cannot hold every id of these data."""
@@ -62,38 +67,52 @@ class PreparedData:
                 "use the tokenizer of the model, or a model of at least that vocabulary"
             )
 
-    def verify(self) -> None:
-        """Read all ids and compare with the recorded SHA-256. Raises UserError naming the file that differs."""
-        for name, split in self.meta.splits.items():
-            with open(self._file(name), "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != split.sha256:
-                raise UserError(f"{self._file(name)} was changed: its SHA-256 is {found}, recorded is {split.sha256}")
-
-    def _file(self, name: str) -> Path:
-        return self.path / f"{name}.bin"
-
     def _check_size(self, name: str) -> None:
-        expected = self.meta.splits[name].tokens * self.meta.numpy_dtype.itemsize
-        file = self._file(name)
-        found = file.stat().st_size if file.is_file() else None
-        if found != expected:
-            state = "is missing" if found is None else f"has {found} bytes instead of {expected}"
-            raise UserError(f"{file} {state}; run hrmlm prepare again")
+        for file in self.meta.splits[name].files(name):
+            path, expected = self.path / file.name, file.tokens * self.meta.numpy_dtype.itemsize
+            found = path.stat().st_size if path.is_file() else None
+            if found != expected:
+                state = "is missing" if found is None else f"has {found} bytes instead of {expected}"
+                raise UserError(f"{path} {state}; run hrmlm prepare again")
 
 
-class TokenWindows(Dataset[Batch]):
-    """Batches of consecutive ids, each a pure function of its index: nothing has to be saved to resume exactly.
+class Windows(Dataset[Batch]):
+    """An endless, numbered sequence of windows, in batches: nothing has to be saved to resume exactly.
 
-    Item i holds windows i * batch_size to (i + 1) * batch_size - 1 of an endless sequence of epochs. An epoch visits
-    each of its `windows_per_epoch` windows once, in an order drawn from (seed, epoch); a batch may lie across two
-    epochs, and every batch is full. A window covers `window` inputs and as many targets (the ids one further on). The
-    ids that do not fill a window are left out, and how many of them at the start or the end is drawn for every epoch.
+    Batch i holds windows i * batch_size to (i + 1) * batch_size - 1. A window covers `window` inputs and as many
+    targets (the ids one further on).
+    """
+
+    window: int
+    batch_size: int
+
+    @abstractmethod
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.integer]:
+        """Ids (N, window + 1) of the windows of these numbers."""
+
+    def rows(self, index: int, start: int, stop: int) -> Batch:
+        """Rows `start` to stop - 1 of batch `index`; the others are not read."""
+        assert 0 <= start <= stop <= self.batch_size
+        first = index * self.batch_size
+        ids_BL = torch.from_numpy(self.read(np.arange(first + start, first + stop)).astype(np.int64))
+        return Batch(ids_BL[:, :-1].contiguous(), ids_BL[:, 1:].contiguous())
+
+    def __getitem__(self, index: int) -> Batch:
+        """Batch `index` (any integer from 0 on): inputs and targets (batch_size, window)."""
+        return self.rows(index, 0, self.batch_size)
+
+
+class TokenWindows(Windows):
+    """Windows of one corpus: an endless sequence of epochs.
+
+    An epoch visits each of its `windows_per_epoch` windows once, in an order drawn from (seed, epoch); a batch may lie
+    across two epochs, and every batch is full. The ids that do not fill a window are left out, and how many of them at
+    the start or the end is drawn for every epoch.
 
     ids: 1-D integers. Raises: UserError if there are fewer than window + 1.
     """
 
-    def __init__(self, ids: np.ndarray, window: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, ids: np.ndarray | IdFiles, window: int, batch_size: int, seed: int = 0) -> None:
         if window < 1 or batch_size < 1:
             raise UserError(f"window {window} and batch size {batch_size} must be at least 1")
         if len(ids) < window + 1:
@@ -103,9 +122,11 @@ class TokenWindows(Dataset[Batch]):
         self.window, self.batch_size, self.seed = window, batch_size, seed
         self.windows_per_epoch = (len(ids) - 1) // window
 
-    def starts(self, index: int) -> np.ndarray:
+    def starts(self, index: int) -> NDArray[np.int64]:
         """int64 (batch_size,): where in `ids` the windows of batch `index` begin."""
-        numbers = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
+        return self._starts(np.arange(index * self.batch_size, (index + 1) * self.batch_size))
+
+    def _starts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(numbers, self.windows_per_epoch)
         starts = np.empty_like(numbers)
         left_over = len(self.ids) - 1 - self.windows_per_epoch * self.window
@@ -116,28 +137,16 @@ class TokenWindows(Dataset[Batch]):
             starts[rows] = offset + order * self.window
         return starts
 
-    def __getitem__(self, index: int) -> Batch:
-        """Batch `index` (any integer from 0 on): inputs and targets (batch_size, window)."""
-        rows = [self.ids[start : start + self.window + 1] for start in self.starts(index)]
-        ids_BL = torch.from_numpy(np.stack(rows).astype(np.int64))
-        return Batch(ids_BL[:, :-1].contiguous(), ids_BL[:, 1:].contiguous())
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.integer]:
+        """See Windows."""
+        ids = np.empty((len(numbers), self.window + 1), dtype=self.ids.dtype)
+        for row, start in zip(ids, self._starts(numbers).tolist(), strict=True):
+            row[:] = self.ids[start : start + self.window + 1]
+        return ids
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Loader workers that are started afresh map the file themselves instead of receiving a copy of it."""
-        ids = self.ids
-        if not (isinstance(ids, np.memmap) and ids.filename and ids.size * ids.itemsize == _file_size(ids.filename)):
-            return self.__dict__
-        return self.__dict__ | {"ids": None, "mapped": (ids.filename, ids.dtype.str)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        mapped = state.pop("mapped", None)
-        if mapped:
-            state["ids"] = np.memmap(mapped[0], dtype=mapped[1], mode="r")
-        self.__dict__.update(state)
-
-
-def _file_size(path: Any) -> int:
-    return Path(path).stat().st_size
+    def counts(self, total: int) -> list[int]:
+        """How many of the first `total` windows come from each corpus: all from this one."""
+        return [total]
 
 
 def loader(

@@ -77,7 +77,7 @@ def evaluate_ids(
     """
     window = model.config.context if window is None else window
     stride = window if stride is None else stride
-    _check_tokenizer(tokenizer, ids := np.asarray(ids)[:first_tokens])
+    _check_tokenizer(tokenizer, ids := np.asarray(ids[:first_tokens]))
     run = depth_keywords(model, depth, halt_threshold, exit)
     stream = np.concatenate([[tokenizer.end_of_text], ids]).astype(np.int64)
     nats, steps, positions = score_stream(

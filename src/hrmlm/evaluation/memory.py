@@ -112,7 +112,7 @@ def read_ids(data: Path, split: str, tokenizer: "Tokenizer") -> NDArray[np.integ
             f"the checkpoint has tokenizer {tokenizer.fingerprint} and {data} was prepared with "
             f"{prepared.tokenizer.fingerprint}; prepare the text with the checkpoint's tokenizer.json"
         )
-    return prepared.split(split)
+    return prepared.split(split)[:]
 
 
 def long_documents(ids: NDArray[np.integer], end: int, window: int, length: int, tokens: int) -> list[NDArray[Any]]:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from hrmlm.data.ids import IdFiles
 from hrmlm.errors import UserError
 from hrmlm.evaluation.windows import Window, check_window, plan_windows
 from hrmlm.models.base import LanguageModel, ModelOutput, evaluating
@@ -21,7 +22,7 @@ from hrmlm.models.cache_policy import CachePolicy, parse_cache_policy
 from hrmlm.parallel import ALONE, Parallel
 from hrmlm.steps import depth_keywords
 
-Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
+Ids = NDArray[np.integer] | torch.Tensor | Sequence[int] | IdFiles
 
 _CHECK = 1 << 20  # ids looked at together when their range is checked
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def _work(place: StudyDirectory, run: Run) -> int:
             return DONE
         if result.stopped_by:
             return STOPPED
-        trained = {**vars(result), "out": "train"}
+        trained = {**asdict(result), "out": "train"}
         model = load_model(RunDirectory(directory).newest())
     else:
         torch.manual_seed(run.seed)

@@ -1,73 +1,34 @@
-"""The record of a run: `metrics.jsonl` always, other trackers if asked for. A tracker that fails never stops training.
+"""The record of a run: `metrics.jsonl` always, and what trackers are told besides.
 
 Each line is one JSON object with "event": step, eval, start, resume, warning or stop. Lines of steps that a crash made
 the run repeat stay, marked "superseded": true, so each step stands exactly once among the others.
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hrmlm.errors import UserError
 from hrmlm.files import write_atomic
-from hrmlm.training.run import warn
 
 
-class Tracker(Protocol):
-    """Something that keeps numbers by name and step."""
+class Listener(Protocol):
+    """Something that is told the numbers of the record as they are written; it must not fail, nor keep one waiting."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Keep `values` of `step`."""
-
-    def close(self) -> None:
-        """Write out what is still held back."""
-
-
-class TensorBoard:
-    """Event files for TensorBoard in `directory` (extra: tensorboard)."""
-
-    def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(directory)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """See Tracker."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, event: str, step: int, values: dict[str, float]) -> None:
+        """Numbers of one line by name."""
 
     def close(self) -> None:
-        """See Tracker."""
-        self._writer.close()
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises: UserError for a tracker whose package is not installed."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"the tracker {name} needs: pip install 'hrmlm[{name}]'")
-
-
-def open_trackers(names: Sequence[str], directory: Path) -> list[Tracker]:
-    """The trackers of a run; one that cannot start is left out with a warning."""
-    trackers: list[Tracker] = []
-    for name in names:
-        try:
-            trackers.append({"tensorboard": TensorBoard}[name](directory / name))
-        except Exception as error:  # whatever a tracker does, training goes on
-            warn(f"tracker {name} cannot start and is left out: {error}")
-    return trackers
+        """No more lines will come."""
 
 
 class Metrics:
-    """Appends lines to metrics.jsonl and passes numbers on to trackers."""
+    """Appends lines to metrics.jsonl and passes their numbers on."""
 
-    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, path: Path, listeners: Sequence[Listener] = ()) -> None:
         self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by close()
-        self._trackers = list(trackers)
+        self._listeners = list(listeners)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append one line. A value that is not finite becomes null with its text beside it: JSON has no NaN."""
@@ -76,23 +37,20 @@ class Metrics:
             if isinstance(value, float) and not math.isfinite(value):
                 line[name], line[f"{name}_text"] = None, str(value)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        numbers = {f"{event}/{name}": value for name, value in _numbers(values)}
-        for tracker in list(self._trackers):
-            self._attempt(tracker, "log", step, numbers)
-
-    def _attempt(self, tracker: Tracker, method: str, *arguments: Any) -> None:
-        try:
-            getattr(tracker, method)(*arguments)
-        except Exception as error:  # whatever a tracker does, training goes on
-            warn(f"tracker {type(tracker).__name__} failed and is switched off: {error}")
-            if tracker in self._trackers:
-                self._trackers.remove(tracker)
+        numbers = numbers_of(event, values)
+        for listener in self._listeners:
+            listener.log(event, step, numbers)
 
     def close(self) -> None:
-        """Close the file and the trackers."""
+        """Close the file and tell the listeners."""
         self._file.close()
-        for tracker in list(self._trackers):
-            self._attempt(tracker, "close")
+        for listener in self._listeners:
+            listener.close()
+
+
+def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of the record, by "event/name" or "event/group/name"."""
+    return {f"{event}/{name}": value for name, value in _numbers(values)}
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

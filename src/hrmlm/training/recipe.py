@@ -21,13 +21,35 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class CorpusConfig(StrictConfig):
+    """One corpus of a mixture. path: directory written by `hrmlm prepare`; weight: its share of the tokens, on any
+    scale."""
+
+    path: str
+    weight: PositiveFloat = 1.0
+
+
 class DataConfig(StrictConfig):
-    """path: directory written by `hrmlm prepare`; window: tokens the model reads at once in training (None: the
-    model's context); workers: processes that read batches ahead (0: none; reading is a memory map, seldom slow)."""
+    """path: directory written by `hrmlm prepare`; mix: several of them instead; window: tokens the model reads at once
+    in training (None: the model's context); workers: processes that read batches ahead (0: none; reading is seldom
+    slow); verify: when the files are compared with their recorded SHA-256 (see `hrmlm.data.verify`)."""
 
     path: str | None = None
+    mix: tuple[CorpusConfig, ...] = ()
     window: Positive | None = None
     workers: Annotated[int, Field(ge=0, le=256, strict=True)] = 0
+    verify: Literal["auto", "always", "never"] = "auto"
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "DataConfig":
+        if self.path is not None and self.mix:
+            raise ValueError("path and mix exclude each other; take one away: data.path=null or data.mix=[]")
+        return self
+
+    @property
+    def corpora(self) -> tuple[CorpusConfig, ...]:
+        """The corpora of either kind; empty where none is given."""
+        return self.mix or (() if self.path is None else (CorpusConfig(path=self.path),))
 
 
 class OptimizerConfig(StrictConfig):
@@ -75,7 +97,7 @@ class TrainingConfig(StrictConfig):
     eval_tokens: Positive | None = 65_536
     save_every: NotNegative = 250
     keep: Positive = 2
-    trackers: tuple[Literal["tensorboard"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     init_from: str | None = None
 
 

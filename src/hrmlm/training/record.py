@@ -5,10 +5,11 @@ from typing import Any
 
 from hrmlm.models import LanguageModel
 from hrmlm.training import depth
-from hrmlm.training.metrics import Metrics, open_trackers, read_metrics
+from hrmlm.training.metrics import Metrics, read_metrics
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.reporter import Reporter
 from hrmlm.training.run import warn
+from hrmlm.training.trackers import open_trackers
 from hrmlm.training.trainer import Progress, StepResult
 
 
@@ -24,7 +25,7 @@ class Record:
     def open(self, recipe: Recipe, directory: Path) -> None:
         """Begin to write."""
         if not self.silent:
-            self._metrics = Metrics(self.path, open_trackers(recipe.training.trackers, directory))
+            self._metrics = Metrics(self.path, open_trackers(recipe, directory))
 
     def log(self, event: str, step: int, **values: Any) -> None:
         """Write one line."""

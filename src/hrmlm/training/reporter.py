@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hrmlm.data.corpora import Usage
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.trainer import StepResult
 
@@ -27,7 +28,7 @@ class Reporter:
 @dataclass
 class RunResult:
     """How a run ended. stopped_by: name of the signal that ended it early, None if it is complete; tokens_per_second:
-    median over the steps of this process, evaluation and saving not included."""
+    median over the steps of this process, evaluation and saving not included; corpora: what was read of each."""
 
     out: str
     step: int
@@ -41,3 +42,4 @@ class RunResult:
     tokens_per_second: float
     seconds: float
     stopped_by: str | None
+    corpora: list[Usage]

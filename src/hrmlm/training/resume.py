@@ -27,11 +27,11 @@ def check_changes(setup: Setup, checkpoint: Checkpoint) -> dict[str, tuple[Any, 
             f"weights with training.init_from={checkpoint.path}"
         )
     setup.check_tokenizer(checkpoint)
-    if checkpoint.data_fingerprint != setup.data.meta.fingerprint:
+    if checkpoint.data_fingerprint != setup.data.fingerprint:
         raise UserError(
-            f"{recipe.data.path} has fingerprint {setup.data.meta.fingerprint} and the run was trained on "
-            f"{checkpoint.data_fingerprint}; give the same prepared data, or start a new run with "
-            f"training.init_from={checkpoint.path}"
+            f"{setup.data.name} has fingerprint {setup.data.fingerprint} and the run was trained on "
+            f"{checkpoint.data_fingerprint}; give the same prepared data in the same shares, or start a new run "
+            f"with training.init_from={checkpoint.path}"
         )
     old = Recipe.parse(checkpoint.training["recipe"], f"{checkpoint.path}: recipe")
     changes = difference(old.to_dict(), recipe.to_dict())

@@ -2,6 +2,8 @@
 
 recipe.yaml     the resolved recipe          metrics.jsonl   one line per step, evaluation and event
 checkpoints/    step-00000500/, …            best.json       which checkpoint had the lowest validation loss
+verified.json   data files found right       trackers/       which runs of trackers belong to this one, and how far
+profile/        traces                       tensorboard/, wandb/   what trackers write
 """
 
 import fcntl
@@ -23,12 +25,17 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+_FILES = ("recipe.yaml", "metrics.jsonl", "best.json", "result.json", "verified.json")
+_DIRECTORIES = ("trackers", "tensorboard", "wandb", "profile")
+
+
 class RunDirectory:
     """Paths of a run and what may be done with them."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
+        self.verified = self.path / "verified.json"
         self._lock: Any = None
 
     def create(self, overwrite: bool = False) -> None:
@@ -37,9 +44,9 @@ class RunDirectory:
             if not self._looks_like_run():
                 raise UserError(f"{self.path} is not a run directory and will not be overwritten")
             self.lock()
-            for name in ("recipe.yaml", "metrics.jsonl", "best.json", "result.json"):
+            for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
-            for path in [*self.checkpoints(), self.path / "tensorboard"]:
+            for path in [*self.checkpoints(), *(self.path / name for name in _DIRECTORIES)]:
                 _remove(path)
         else:
             try:
@@ -53,7 +60,7 @@ class RunDirectory:
         self.lock()
 
     def _looks_like_run(self) -> bool:
-        known = {"recipe.yaml", "metrics.jsonl", "best.json", "result.json", "checkpoints", ".lock", "tensorboard"}
+        known = {*_FILES, *_DIRECTORIES, "checkpoints", ".lock"}
         entries = (entry.name for entry in self.path.iterdir())
         return self.is_run() and all(name in known or name.startswith(".partial-") for name in entries)
 

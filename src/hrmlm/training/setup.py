@@ -3,13 +3,15 @@
 import torch
 
 from hrmlm.checkpoint import Checkpoint, load_model
-from hrmlm.data.tokens import PreparedData, TokenWindows, loader
+from hrmlm.data.corpora import Corpora
+from hrmlm.data.tokens import loader
+from hrmlm.data.verify import verify
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel, ModelConfig, build_model
 from hrmlm.parallel import Parallel
-from hrmlm.training.metrics import check_trackers
 from hrmlm.training.recipe import Recipe
-from hrmlm.training.run import resolve_checkpoint
+from hrmlm.training.run import RunDirectory, resolve_checkpoint
+from hrmlm.training.trackers import check_trackers
 from hrmlm.training.trainer import Trainer
 
 
@@ -28,11 +30,19 @@ def model_config_for(recipe: Recipe, vocab_size: int) -> ModelConfig:
     return config.replace(used_vocab=vocab_size if vocab_size < config.vocab_size else None)
 
 
+def open_corpora(recipe: Recipe) -> Corpora:
+    """The prepared data that a recipe names. Raises: UserError."""
+    given = recipe.data.corpora
+    if not given:
+        raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
+    return Corpora.open([corpus.path for corpus in given], [corpus.weight for corpus in given])
+
+
 def recipe_model(recipe: Recipe) -> ModelConfig:
     """The model a recipe describes, its vocabulary from the recipe, else from the data it names. Raises: UserError."""
     config = recipe.model_config_of()
-    if config.vocab_size is None and recipe.data.path is not None:
-        return model_config_for(recipe, PreparedData.open(recipe.data.path).meta.vocab_size)
+    if config.vocab_size is None and recipe.data.corpora:
+        return model_config_for(recipe, open_corpora(recipe).tokenizer.vocab_size)
     return config
 
 
@@ -42,23 +52,23 @@ class Setup:
     notes: what is worth telling at the start. Raises: UserError for what cannot be used.
     """
 
-    def __init__(self, recipe: Recipe, parallel: Parallel) -> None:
+    def __init__(self, recipe: Recipe, run: RunDirectory, parallel: Parallel) -> None:
         self.recipe, self.parallel = recipe, parallel
         self.notes: list[str] = []
-        if recipe.data.path is None:
-            raise UserError("data.path is not set; give the directory that `hrmlm prepare` wrote: data.path=DIR")
         check_trackers(recipe.training.trackers)
         self.device = parallel.configure(recipe.parallel.timeout, recipe.training.device)
-        self.data = PreparedData.open(recipe.data.path)
-        parallel.from_first(self.data.verify)  # an id changed in place would make another run of this one, unnoticed
-        ours = {**recipe.to_dict(), "data": (self.data.meta.fingerprint, recipe.window)}
+        self.data = open_corpora(recipe)
+        # An id changed in place would make another run of this one, unnoticed.
+        self.verified = parallel.from_first(lambda: verify(self.data.parts, recipe.data.verify, run.verified))
+        if self.verified.unread:
+            self.notes.append(f"{self.verified.unread:,} bytes of data not compared with their hashes (data.verify)")
+        ours = {**recipe.to_dict(), "data": (self.data.fingerprint, recipe.window)}
         if any(theirs != ours for theirs in parallel.gather(ours)):
             raise UserError("the processes were given different recipes or data; give all of them the same command")
         training = recipe.training
-        self.windows = TokenWindows(self.data.split("train"), recipe.window, training.batch_size, seed=training.seed)
+        self.windows = self.data.windows(recipe.window, training.batch_size, training.seed)
         self.config = model_config_for(recipe, self.data.tokenizer.vocab_size)
-        valid = self.data.split("valid")
-        self.valid_ids = valid if training.eval_tokens is None else valid[: training.eval_tokens]
+        self.valid_ids = self.data.valid_ids(training.eval_tokens)
 
     def new_model(self) -> LanguageModel:
         """The model at its start, the same in every process."""
@@ -88,7 +98,7 @@ class Setup:
         if checkpoint.tokenizer_fingerprint not in (None, ours):
             raise UserError(
                 f"{checkpoint.path} was trained with tokenizer {checkpoint.tokenizer_fingerprint} and "
-                f"{self.recipe.data.path} was prepared with {ours}"
+                f"{self.data.name} was prepared with {ours}"
             )
 
     def _open_teacher(self, student: LanguageModel) -> tuple[LanguageModel | None, str | None]:
@@ -101,7 +111,7 @@ class Setup:
         if source.tokenizer_fingerprint != ours:
             theirs = source.tokenizer_fingerprint or "none"
             raise UserError(
-                f"distillation.teacher {source.path} has tokenizer {theirs} and {self.recipe.data.path} was prepared "
+                f"distillation.teacher {source.path} has tokenizer {theirs} and {self.data.name} was prepared "
                 f"with {ours}: a student learns from a teacher of the same tokenizer"
             )
         teacher = load_model(source)

@@ -5,27 +5,30 @@ Of several processes all compute the same run; the first alone speaks, and write
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hrmlm
 from hrmlm.checkpoint import Checkpoint, NotFiniteError, load_weights, read_tensors, save_checkpoint
 from hrmlm.errors import UserError
-from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.files import write_json
 from hrmlm.models import LanguageModel
 from hrmlm.parallel import Parallel
 from hrmlm.signals import StopSignal
 from hrmlm.training import depth
 from hrmlm.training.metrics import supersede
+from hrmlm.training.profiling import Profile
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.record import Record
 from hrmlm.training.reporter import Reporter, RunResult
 from hrmlm.training.resume import FIXED_ON_RESUME, check_changes, progress_of
 from hrmlm.training.run import RunDirectory, resolve_checkpoint
 from hrmlm.training.setup import Setup, model_config_for, recipe_model
-from hrmlm.training.trainer import Trainer, TrainingDiverged
+from hrmlm.training.trainer import StepResult, Trainer, TrainingDiverged
+from hrmlm.training.validation import validate
 
 __all__ = ["FIXED_ON_RESUME", "Reporter", "RunResult", "model_config_for", "recipe_model", "train"]
 
@@ -37,17 +40,19 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     reporter: Reporter | None = None,
+    profile: Profile | None = None,
     parallel: Parallel | None = None,
 ) -> RunResult:
     """Train as the recipe says, into the directory `out`.
 
-    parallel: the processes that do it together (None: those that torchrun started, else this one alone).
+    profile: steps to look at more closely; filled in place. parallel: the processes that do it together (None: those
+    that torchrun started, else this one alone).
 
     Raises: UserError before any work for bad input; TrainingDiverged if the loss or a gradient stops being finite;
     LostProcess if another process is gone, EndedElsewhere if another one tells why the run ended.
     """
     with nullcontext(parallel) if parallel else Parallel.opened() as group, group.watched():
-        run = _Run(recipe, RunDirectory(out), reporter or Reporter(), group)
+        run = _Run(recipe, RunDirectory(out), reporter or Reporter(), profile if group.is_first else None, group)
         try:
             with group.together():
                 run.begin(resume, overwrite)
@@ -62,15 +67,19 @@ class _Run:
     trainer: Trainer
     saved: int | None = None  # step of the newest checkpoint; asked instead of the disk, so that all processes agree
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, reporter: Reporter, parallel: Parallel) -> None:
-        self.recipe, self.run, self.parallel = recipe, run, parallel
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, reporter: Reporter, profile: Profile | None, parallel: Parallel
+    ) -> None:
+        self.recipe, self.run, self.profile, self.parallel = recipe, run, profile, parallel
         self.record = Record(run.metrics, reporter, silent=not parallel.is_first)
         self.stop = StopSignal(patient=parallel.size > 1)
 
     def begin(self, resume: bool, overwrite: bool) -> None:
         """Check everything, then start a new run, or go on with one."""
-        self.setup = Setup(self.recipe, self.parallel)
+        self.setup = Setup(self.recipe, self.run, self.parallel)
         checkpoint = self.parallel.from_first(self._find) if resume else None
+        if self.profile is not None:
+            self.profile.check(self.recipe.training.steps - (checkpoint.step if checkpoint else 0))
         if checkpoint is not None:
             return self._resume(checkpoint)
         model = self.setup.new_model()
@@ -93,6 +102,7 @@ class _Run:
 
     def _open_record(self, event: str, **values: Any) -> None:
         self.run.write_recipe(self.recipe)
+        self.setup.verified.write(self.run.verified)
         self.record.open(self.recipe, self.run.path)
         self._log(event, **values, version=hrmlm.__version__, processes=self.parallel.size)
 
@@ -143,7 +153,7 @@ class _Run:
             try:
                 if self._evaluation_is_due():  # a signal came between this step and its evaluation
                     self._evaluate()
-                for result in self.trainer.steps():
+                for result in self._steps():
                     rates.append(result.tokens / result.seconds)
                     self.record.step(result, progress, rates[-1])
                     stop.name = self.parallel.agree(stop.name)  # whichever process was asked, all end at this step
@@ -164,6 +174,10 @@ class _Run:
         self._log("stop", reason=stop.name or "complete")
         return self._result(rates, time.perf_counter() - started)
 
+    def _steps(self) -> Iterator[StepResult]:
+        steps = self.trainer.steps()
+        return steps if self.profile is None else self.profile.watch(steps, self.run.path / "profile")
+
     def _evaluation_is_due(self) -> bool:
         training, step = self.recipe.training, self.trainer.progress.step
         return 0 < step < training.steps and _due(step, training.eval_every) and self._evaluation_is_old()
@@ -173,22 +187,22 @@ class _Run:
         return last is None or last[0] < self.trainer.progress.step
 
     def _evaluate(self) -> None:
-        progress, model, ids = self.trainer.progress, self.trainer.model, self.setup.valid_ids
+        progress, model, setup = self.trainer.progress, self.trainer.model, self.setup
         with self.trainer.engine.whole():
-            report = evaluate_ids(
+            report = validate(
                 model,
-                ids,
-                self.setup.data.tokenizer,
-                window=min(self.recipe.window, len(ids)),
+                setup.data,
+                setup.valid_ids,
+                self.recipe.window,
                 batch_size=-(-self.recipe.training.batch_size // self.parallel.size),
                 parallel=self.parallel,
             )
-        loss, bits = report.nats_per_token, report.bits_per_byte
-        if loss is None or not math.isfinite(loss):
+        loss, bits = report.loss, report.bits_per_byte
+        if not math.isfinite(loss):
             raise TrainingDiverged(progress.step, "the validation loss")
         is_best = progress.best_loss is None or loss < progress.best_loss
-        steps = depth.of_evaluation(report.steps)
-        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **steps)
+        details = depth.of_evaluation(report.steps) | ({"corpora": report.corpora} if report.corpora else {})
+        self._log("eval", loss=loss, bits_per_byte=bits, perplexity=report.perplexity, best=is_best, **details)
         self.record.warn_once(progress.step, depth.KIND, depth.constant_depth(model, report.steps))
         for kind, message in self.record.complaints(model, self.trainer.rates.warmup).items():
             self.record.warn_once(progress.step, kind, message)
@@ -212,7 +226,7 @@ class _Run:
                     tokenizer=self.setup.data.tokenizer,
                     optimizer_state=self.trainer.optimizer_state(),
                     training=self.trainer.position(),
-                    data_fingerprint=self.setup.data.meta.fingerprint,
+                    data_fingerprint=self.setup.data.fingerprint,
                     parallel=self.parallel,
                 )
             except NotFiniteError as error:
@@ -222,7 +236,8 @@ class _Run:
         self.saved = step
 
     def _result(self, rates: list[float], seconds: float) -> RunResult:
-        progress = self.trainer.progress
+        training, progress = self.recipe.training, self.trainer.progress
+        windows = progress.step * training.accumulation * training.batch_size
         _, loss, bits = progress.last_evaluation or (0, None, None)
         result = RunResult(
             out=str(self.run.path),
@@ -237,9 +252,10 @@ class _Run:
             tokens_per_second=sorted(rates)[len(rates) // 2] if rates else 0.0,
             seconds=seconds,
             stopped_by=self.stop.name,
+            corpora=self.setup.data.usage(self.setup.windows, windows),
         )
         if self.stop.name is None and self.parallel.is_first:
-            write_json(self.run.path / "result.json", vars(result))
+            write_json(self.run.path / "result.json", asdict(result))
         return result
 
     def _parameters(self) -> int:
