@@ -31,14 +31,30 @@ class DataConfig(StrictConfig):
 
 
 class OptimizerConfig(StrictConfig):
-    """AdamW (Loshchilov & Hutter 2019). lr: peak learning rate; clip: base of the largest gradient norm let through,
-    which the trainer multiplies by the model's K/M; weight_decay: on matrices, not on gains, biases and vectors."""
+    """kind: "adamw" (Loshchilov & Hutter 2019), or "muon" (Jordan et al. 2024) for the matrices inside the blocks and
+    AdamW for all else. lr: peak learning rate; betas, eps: of AdamW; weight_decay: on matrices, not on gains, biases
+    and vectors; clip: base of the largest gradient norm let through, which the trainer multiplies by the model's K/M;
+    muon_lr: peak learning rate of the matrices under Muon (None: lr); muon_momentum: of their gradients; muon_adjust:
+    what a rate means for matrices of different shapes: "match_rms_adamw" gives updates as large as AdamW's (Liu et al.
+    2025), "original" makes them orthogonal."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: PositiveFloat = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     clip: PositiveFloat = 1.0
+    muon_lr: PositiveFloat | None = None
+    muon_momentum: Beta = 0.95
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> "OptimizerConfig":
+        fields = type(self).model_fields
+        changed = [n for n in fields if n.startswith("muon_") and getattr(self, n) != fields[n].default]
+        if changed and self.kind != "muon":
+            raise ValueError(f"{', '.join(changed)} without effect: kind is {self.kind}")
+        return self
 
 
 class ScheduleConfig(StrictConfig):

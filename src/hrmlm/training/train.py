@@ -33,8 +33,15 @@ from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint, warn
 from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
 
-FIXED_ON_RESUME = ("model.", "data.window", "training.seed", "training.batch_size", "training.accumulation")
-"""What cannot change in the middle of a run: the weights' shapes and the order of the data."""
+FIXED_ON_RESUME = (
+    "model.",
+    "data.window",
+    "training.seed",
+    "training.batch_size",
+    "training.accumulation",
+    "optimizer.kind",
+)
+"""What cannot change in the middle of a run: the weights' shapes, the order of the data, what the optimizer keeps."""
 
 
 class Reporter:

@@ -15,13 +15,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hrmlm.data.batch import Batch, SoftTargets
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
 from hrmlm.models.blocks import Block
 from hrmlm.training.optimizer import LearningRate, build_optimizer
+from hrmlm.training.optimizer_state import load_named_state, named_state
 from hrmlm.training.recipe import Recipe
 
 
@@ -86,23 +87,6 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _check_optimizer_state(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], where: str) -> None:
-    """Raise UserError unless each parameter has all quantities of AdamW in its shape, or none (it had no gradient)."""
-    names = {name.rpartition("::")[0] for name in tensors}
-    problems = [f"unknown {name}" for name in sorted(names - parameters.keys())]
-    expected = {
-        f"{name}::{key}": () if key == "step" else tuple(parameters[name].shape)
-        for name in sorted(names & parameters.keys())
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    problems += [f"missing {name}" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name in expected and tensor.shape != expected[name]:
-            problems.append(f"{name} has shape {tuple(tensor.shape)} where {expected[name]} is needed")
-    if problems:
-        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
-
-
 class Trainer:
     """Model, optimizer and schedule of a run, one step at a time.
 
@@ -132,25 +116,13 @@ class Trainer:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Optimizer state as named tensors: "<parameter>::<quantity>"."""
-        return {
-            f"{name}::{key}": torch.as_tensor(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        return named_state(self.model, self.optimizer)
 
     def load_optimizer_state(self, tensors: dict[str, Tensor], where: str = "the optimizer state") -> None:
         """Restore what `optimizer_state` returned. Raises: UserError, beginning with `where`, if it does not fit."""
-        by_name = dict(self.model.named_parameters())
-        _check_optimizer_state(by_name, tensors, where)
+        load_named_state(self.model, self.optimizer, tensors, where)
         if self.progress.step and not tensors:
             raise UserError(f"{where} is empty after {self.progress.step} steps; use another checkpoint of the run")
-        fused = self.optimizer.defaults["fused"]
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition("::")
-            parameter = by_name[name]
-            # The step counter (no dimensions) lives beside the parameter if the optimizer is fused, else on the CPU.
-            on_device = fused or tensor.ndim > 0
-            self.optimizer.state[parameter][key] = tensor.to(parameter.device) if on_device else tensor.clone()
 
     def steps(self) -> Iterator[StepResult]:
         """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
@@ -167,7 +139,7 @@ class Trainer:
         started = time.perf_counter()
         lr = self.rates.at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_ratio"]
         targets = [batch.n_targets for batch in micro_batches]
         self.progress.batches_without_targets += targets.count(0)
         result = StepResult(step, 0.0, 0, sum(b.inputs_BL.numel() for b in micro_batches), 0.0, lr, 0, 0.0)
