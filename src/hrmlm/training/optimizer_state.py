@@ -33,9 +33,7 @@ def load_named_state(
         optimizer.state[parameter][key] = tensor.to(parameter.device) if on_device else tensor.clone()
 
 
-def _check(
-    parameters: dict[str, nn.Parameter], kinds: dict[str, str], tensors: dict[str, Tensor], where: str
-) -> None:
+def _check(parameters: dict[str, nn.Parameter], kinds: dict[str, str], tensors: dict[str, Tensor], where: str) -> None:
     """Raise UserError unless each parameter has all quantities of its kind in its shape, or none (it had no gradient).
 
     kinds: of the parameters' groups, by name; the parameters that are not trained are missing in it.

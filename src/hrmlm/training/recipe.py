@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hrmlm.config import StrictConfig, nearest
 from hrmlm.errors import UserError
@@ -71,7 +71,8 @@ class ScheduleConfig(StrictConfig):
 
 class TrainingConfig(StrictConfig):
     """steps: optimizer steps; batch_size: windows per forward pass; accumulation: forward passes per step, weighted by
-    token; seed: of weights, data order, dropout and exit sampling; precision: of matrix products; eval_every,
+    token; seed: of weights, data order, dropout and exit sampling; precision: see training/precision.py; compile: see
+    training/compiling.py; peak_flops: FLOP/s of one device, for the MFU (None: known of some GPUs); eval_every,
     save_every: in steps (0: only at the end); eval_tokens: validation tokens looked at during training (None: all);
     keep: checkpoints kept beside the best one; trackers: further records besides metrics.jsonl; init_from: checkpoint
     whose weights a new run starts from."""
@@ -81,14 +82,21 @@ class TrainingConfig(StrictConfig):
     accumulation: Positive = 1
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     device: str = "cpu"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = False
+    precision: Literal["float32", "bfloat16", "bfloat16_weights"] = "float32"
+    compile: Literal["none", "block", "application"] = "none"
+    peak_flops: PositiveFloat | None = None
     eval_every: NotNegative = 250
     eval_tokens: Positive | None = 65_536
     save_every: NotNegative = 250
     keep: Positive = 2
     trackers: tuple[Literal["tensorboard"], ...] = ()
     init_from: str | None = None
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _compile_by_name(cls, value: Any) -> Any:
+        """True and false, as in older recipes."""
+        return {True: "block", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class DistillationConfig(StrictConfig):

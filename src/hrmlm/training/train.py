@@ -32,6 +32,7 @@ from hrmlm.training.metrics import Metrics, check_trackers, open_trackers, read_
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.run import RunDirectory, difference, resolve_checkpoint, warn
 from hrmlm.training.trainer import Progress, StepResult, Trainer, TrainingDiverged
+from hrmlm.training.utilisation import Utilisation, peak_flops
 
 FIXED_ON_RESUME = (
     "model.",
@@ -162,10 +163,10 @@ class _Session:
         torch.manual_seed(self.recipe.training.seed)
         model = build_model(self.config)
         model.check_training(self.recipe.window)  # before anything is written
-        workers = self.recipe.data.workers
+        workers, pin = self.recipe.data.workers, torch.device(self.recipe.training.device).type == "cuda"
         teacher, weights = self._open_teacher(model)
         trainer = Trainer(
-            self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers=workers), teacher
+            self.recipe, model, lambda start, stop: loader(self.windows, start, stop, workers, pin), teacher
         )
         trainer.progress.teacher = weights
         return trainer
@@ -305,7 +306,7 @@ class _Session:
     def loop(self) -> RunResult:
         """Train, evaluate and save until the run is complete or a signal asks to stop."""
         training, progress = self.recipe.training, self.trainer.progress
-        started, rates = time.perf_counter(), []
+        started, rates, utilisation = time.perf_counter(), [], self._utilisation()
         self.reporter.start(self.recipe, progress.step, self.notes)
         with self.stop.caught():
             try:
@@ -313,6 +314,7 @@ class _Session:
                     self._evaluate()
                 for result in self.trainer.steps():
                     rates.append(result.tokens / result.seconds)
+                    result.mfu = utilisation.of(result.mean_steps or result.depth, rates[-1])
                     self._record(result, rates[-1])
                     if self.stop.name:
                         break
@@ -339,6 +341,11 @@ class _Session:
         last = self.trainer.progress.last_evaluation
         return last is None or last[0] < self.trainer.progress.step
 
+    def _utilisation(self) -> Utilisation:
+        training = self.recipe.training
+        peak = training.peak_flops or peak_flops(self.trainer.device, training.precision)
+        return Utilisation(self.trainer.model, self.recipe.window, peak)
+
     def _record(self, result: StepResult, tokens_per_second: float) -> None:
         self._log(
             "step",
@@ -350,6 +357,7 @@ class _Session:
             depth=result.depth,
             batches_without_targets=self.trainer.progress.batches_without_targets,
             tokens_per_second=round(tokens_per_second, 1),
+            **({} if result.mfu is None else {"mfu": round(result.mfu, 4)}),
             **depth.per_target(result.extra, result.targets),
             **result.monitors,
         )

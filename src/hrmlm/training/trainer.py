@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,9 +20,11 @@ from torch import Tensor
 from hrmlm.data.batch import Batch, SoftTargets
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
-from hrmlm.models.blocks import Block
+from hrmlm.training.compiling import compile_model
 from hrmlm.training.optimizer import LearningRate, build_optimizer
 from hrmlm.training.optimizer_state import load_named_state, named_state
+from hrmlm.training.precision import autocast, computing_copies
+from hrmlm.training.prefetch import prefetched
 from hrmlm.training.recipe import Recipe
 
 
@@ -39,7 +41,7 @@ class StepResult:
     """What one optimizer step did. nats: summed cross-entropy of `targets` tokens; norm: of the gradient, before it was
     clipped; extra: further sums by name; monitors: what the family watches; tokens: read by the model; depth: cycles or
     steps run; updated: False where
-    there was no target in the whole step."""
+    there was no target in the whole step; mfu: share of the device's peak, where that is known."""
 
     step: int
     nats: float
@@ -50,6 +52,7 @@ class StepResult:
     depth: int
     seconds: float
     updated: bool = True
+    mfu: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     monitors: dict[str, Any] = field(default_factory=dict)
 
@@ -110,9 +113,7 @@ class Trainer:
         self.rates = LearningRate.of(recipe.schedule, recipe.optimizer.lr, self.config.steps, model)
         self.max_norm = recipe.optimizer.clip * model.gradient_share
         self.progress = Progress()
-        if self.config.compile:
-            for block in (module for module in model.modules() if isinstance(module, Block)):
-                block.compile()  # in place: the names of the weights stay as they are
+        compile_model(model, self.config.compile)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Optimizer state as named tensors: "<parameter>::<quantity>"."""
@@ -128,7 +129,7 @@ class Trainer:
         """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
         accumulation = self.config.accumulation
         first, last = self.progress.step + 1, self.config.steps
-        stream = iter(self.batches((first - 1) * accumulation, last * accumulation))
+        stream = prefetched(self.batches((first - 1) * accumulation, last * accumulation), self.device)
         for step in range(first, last + 1):
             micro_batches = list(islice(stream, accumulation))
             assert micro_batches, "the data ended before the run"
@@ -148,7 +149,8 @@ class Trainer:
             if targets[index]:
                 batch = batch.to(self.device)
                 batch.soft = self._soft_targets(batch)
-                self._backward(step, index, batch, sum(targets), result)
+                with computing_copies(self.config.precision, self.model):
+                    self._backward(step, index, batch, sum(targets), result)
         if sum(targets):
             self._update(result)
         result.monitors = self.model.monitors()
@@ -183,7 +185,7 @@ class Trainer:
         settings = self.recipe.distillation
         if self.teacher is None or settings is None:
             return None
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), computing_copies(self.config.precision, self.teacher):
             logits_BLV = self.teacher(batch.inputs_BL).logits
         return SoftTargets(logits_BLV, settings.temperature, settings.weight)
 
@@ -196,9 +198,7 @@ class Trainer:
         self.optimizer.step()
 
     def _autocast(self) -> AbstractContextManager:
-        if self.config.precision == "bfloat16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
+        return autocast(self.config.precision, self.device)
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint records about the run besides tensors."""
