@@ -173,7 +173,8 @@ def fitted(options: Options, data: PreparedData, model: str, width: int) -> dict
         except torch.OutOfMemoryError:
             split *= 2
         finally:
-            torch.compiler.reset()
+            if options.compile != "none":
+                torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
     return {"fits": False}

@@ -14,7 +14,7 @@ from hrmlm.data.prepare import prepare
 from hrmlm.evaluation.cost import cost_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TOY = "--device cpu --widths 32 48 --length 16 --batch-size 4 --steps 34 --warmup 4 --workers 0 --compile none"
+TOY = "--device cpu --widths 32 --length 16 --batch-size 4 --steps 24 --warmup 4 --workers 0 --compile none"
 SMALL = TOY.split()
 
 
@@ -44,10 +44,10 @@ def test_trains_all_models_and_tells(data: Path, capsys: pytest.CaptureFixture[s
     output = capsys.readouterr().out
     assert "none of them padding" in " ".join(output.split())
     values = json.loads(output.splitlines()[-1])
-    expected = [(width, model) for width in (32, 48) for model in ("hrm_lm", "transformer", "universal")]
+    expected = [(32, "hrm_lm"), (32, "transformer"), (32, "universal")]
     assert [(row["d_model"], row["model"]) for row in values["rows"]] == expected
     for row in values["rows"]:
-        assert row["spans"] == 3
+        assert row["spans"] == 2
         assert row["spread"] >= 0
         assert 0 < row["last_loss"] < row["first_loss"]
         settings = benchmark.recipe(benchmark.parse(SMALL), row["model"], row["d_model"], 257).model
@@ -78,7 +78,7 @@ def test_what_does_not_fit_gets_smaller_batches(data: Path, monkeypatch: pytest.
 
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        load("gpu_train").main([*SMALL, "--warmup", "30"])
+        load("gpu_train").main([*SMALL, "--warmup", "20"])
     assert stopped.value.code == 2
     assert "fewer than the 10 that are timed together" in capsys.readouterr().err
 

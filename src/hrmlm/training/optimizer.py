@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
@@ -57,6 +56,8 @@ def build_optimizer(model: LanguageModel, config: OptimizerConfig) -> torch.opti
     )
     if config.kind == "adamw":
         return adamw
+    from torch.distributed.tensor import DTensor  # takes a while to import
+
     if any(isinstance(p, DTensor) for group in by_kind["muon"] for p in group["params"]):
         raise UserError(
             "optimizer.kind muon needs whole matrices and these weights are sharded over processes; use "
