@@ -26,7 +26,7 @@ class TrainingBar(Reporter):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  valid {task.fields[valid]}{task.fields[steps]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -35,6 +35,7 @@ class TrainingBar(Reporter):
         )
         self._mean: float | None = None
         self._mean_steps: float | None = None
+        self._mean_mfu: float | None = None
 
     def start(self, recipe: Recipe, done: int, notes: list[str]) -> None:
         """See Reporter."""
@@ -43,7 +44,13 @@ class TrainingBar(Reporter):
         for note in notes:
             ERRORS.print(f"{self.name}: {note}", style="dim", highlight=False, markup=False)
         self._task = self._progress.add_task(
-            escape(self.name), total=recipe.training.steps, completed=done, loss="–", valid="–", steps="", rate="–"
+            escape(self.name),
+            total=recipe.training.steps,
+            completed=done,
+            loss="–",
+            valid="–",
+            steps="",
+            rate="– tokens/s",
         )
         self._progress.start()
 
@@ -54,7 +61,10 @@ class TrainingBar(Reporter):
             self._mean_steps = _smooth(self._mean_steps, result.mean_steps)
         shown = "–" if self._mean is None else f"{self._mean:.3f}"
         steps = "" if self._mean_steps is None else f"  steps {self._mean_steps:.2f}"
-        rate = f"{tokens_per_second:,.0f}"
+        rate = f"{tokens_per_second:,.0f} tokens/s"
+        if result.mfu is not None:
+            self._mean_mfu = _smooth(self._mean_mfu, result.mfu)
+            rate += f"  MFU {self._mean_mfu:.0%}"
         self._progress.update(self._task, completed=result.step, loss=shown, steps=steps, rate=rate)
 
     def evaluation(

@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ def rates(steps: int, peak: float = 1.0, family: str = "transformer", **config: 
 
 
 @EACH
-def test_every_parameter_is_in_exactly_one_group(family: str) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_parameter_is_in_exactly_one_group(family: str, kind: Literal["adamw", "muon"]) -> None:
     model = build_model(FAMILIES[family])
-    groups = parameter_groups(model, 0.3)
+    groups = parameter_groups(model, OptimizerConfig(kind=kind, weight_decay=0.3))
     counts = Counter(id(p) for group in groups for p in group["params"])
     assert counts == {id(p): 1 for p in model.parameters()}
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
@@ -39,7 +40,10 @@ def test_frozen_parameters_are_left_out() -> None:
     model = build_model(FAMILIES["transformer"])
     model.embedding.weight.requires_grad_(False)
     assert model.embedding.weight is not next(iter(build_optimizer(model, OptimizerConfig()).param_groups))["params"][0]
-    assert sum(len(group["params"]) for group in parameter_groups(model, 0.1)) == len(list(model.parameters())) - 1
+    assert (
+        sum(len(group["params"]) for group in parameter_groups(model, OptimizerConfig()))
+        == len(list(model.parameters())) - 1
+    )
 
 
 def test_cosine_against_the_formula() -> None:

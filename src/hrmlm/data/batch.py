@@ -1,6 +1,7 @@
 """What every model is trained and evaluated on: token ids, and the ids that follow them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -35,17 +36,19 @@ class Batch:
         assert self.inputs_BL.shape == self.targets_BL.shape, (self.inputs_BL.shape, self.targets_BL.shape)
         assert self.inputs_BL.dtype == self.targets_BL.dtype == torch.int64, "ids are int64"
 
-    @property
+    @cached_property
     def n_targets(self) -> int:
         """Number of scored positions: the weight of this batch in a mean over tokens."""
         return int((self.targets_BL != IGNORE).sum())
 
     def to(self, device: str | torch.device) -> Self:
         """The same batch on `device`; from pinned memory the copy overlaps with computation."""
-        return type(self)(
+        moved = type(self)(
             self.inputs_BL.to(device, non_blocking=True),
             self.targets_BL.to(device, non_blocking=True),
         )
+        vars(moved)["n_targets"] = self.n_targets  # counted here: on a GPU that would wait for all it has to do
+        return moved
 
     def pin_memory(self) -> Self:
         """A copy in page-locked memory. Called by torch's DataLoader under `pin_memory=True`."""

@@ -54,14 +54,14 @@ def interleaved(
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     call()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     """Until everything given to an accelerator is done; the CPU has nothing pending."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

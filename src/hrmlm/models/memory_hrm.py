@@ -134,17 +134,22 @@ class Unit(Block):
 
     def _told(self, x_BND: Tensor, iteration: int, sublayer: int) -> Tensor:
         if self.conditioning == "film":
-            scale_D, shift_D = self.film[sublayer, iteration].chunk(2)
+            scale_D, shift_D = _row(self.film[sublayer], iteration).chunk(2)
             return x_BND * (1 + scale_D) + shift_D
         if self.conditioning == "lora":
-            low_BNR = nn.functional.linear(x_BND, self.down[sublayer, iteration])
-            return x_BND + nn.functional.linear(low_BNR, self.up[sublayer, iteration])
+            low_BNR = nn.functional.linear(x_BND, _row(self.down[sublayer], iteration))
+            return x_BND + nn.functional.linear(low_BNR, _row(self.up[sublayer], iteration))
         return x_BND
 
     def forward(self, x_BLD: Tensor, call: ForwardCall, slot: int) -> Tensor:
         """(B, L, D) → (B, L, D); slot: number of the iteration, from 0."""
         x_BLD = x_BLD + self.drop(self.attention(self._told(self.norm_attention(x_BLD), slot, 0), call, slot))
         return x_BLD + self.drop(self.mlp(self._told(self.norm_mlp(x_BLD), slot, 1)))
+
+
+def _row(table: Tensor, index: int) -> Tensor:
+    """table[index], in a way that a compiled graph serves every index."""
+    return table.narrow(0, index, 1)[0]
 
 
 _SHARED = (

@@ -36,10 +36,10 @@ class Engine:
     """Runs the parts of a step's loss forward and backward; gradients are averaged over processes at the last one.
 
     strategy: "ddp" (each process holds everything) or "fsdp" (each holds its share). With "fsdp" the parameters of
-    `model` are DTensors from here on. The model must be the same in all processes.
+    `model` are DTensors from here on. The model must be the same in all processes. precision: `training.precision`.
     """
 
-    def __init__(self, model: LanguageModel, parallel: Parallel, strategy: str) -> None:
+    def __init__(self, model: LanguageModel, parallel: Parallel, strategy: str, precision: str = "float32") -> None:
         self.parallel = parallel
         self.next_part = _NextPart(model)
         self.ddp: DistributedDataParallel | None = None
@@ -54,11 +54,14 @@ class Engine:
             )
         elif parallel.size > 1:
             from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             kind = next(model.parameters()).device.type
             mesh = DeviceMesh.from_group(parallel.group, kind)
-            self.fsdp = fully_shard(self.next_part, mesh=mesh, reshard_after_forward=False)
+            policy = MixedPrecisionPolicy()
+            if precision == "bfloat16_weights":  # what precision.computing_copies does where weights are whole
+                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            self.fsdp = fully_shard(self.next_part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
     def backward(
         self, losses: Iterator[PartialLoss], divisor: float, is_last: bool, autocast: AbstractContextManager

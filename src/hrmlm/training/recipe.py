@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hrmlm.config import StrictConfig, nearest
 from hrmlm.errors import UserError
@@ -53,14 +53,30 @@ class DataConfig(StrictConfig):
 
 
 class OptimizerConfig(StrictConfig):
-    """AdamW (Loshchilov & Hutter 2019). lr: peak learning rate; clip: base of the largest gradient norm let through,
-    which the trainer multiplies by the model's K/M; weight_decay: on matrices, not on gains, biases and vectors."""
+    """kind: "adamw" (Loshchilov & Hutter 2019), or "muon" (Jordan et al. 2024) for the matrices inside the blocks and
+    AdamW for all else. lr: peak learning rate; betas, eps: of AdamW; weight_decay: on matrices, not on gains, biases
+    and vectors; clip: base of the largest gradient norm let through, which the trainer multiplies by the model's K/M;
+    muon_lr: peak learning rate of the matrices under Muon (None: lr); muon_momentum: of their gradients; muon_adjust:
+    what a rate means for matrices of different shapes: "match_rms_adamw" gives updates as large as AdamW's (Liu et al.
+    2025), "original" makes them orthogonal."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: PositiveFloat = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     clip: PositiveFloat = 1.0
+    muon_lr: PositiveFloat | None = None
+    muon_momentum: Beta = 0.95
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> "OptimizerConfig":
+        fields = type(self).model_fields
+        changed = [n for n in fields if n.startswith("muon_") and getattr(self, n) != fields[n].default]
+        if changed and self.kind != "muon":
+            raise ValueError(f"{', '.join(changed)} without effect: kind is {self.kind}")
+        return self
 
 
 class ScheduleConfig(StrictConfig):
@@ -77,9 +93,10 @@ class ScheduleConfig(StrictConfig):
 
 class TrainingConfig(StrictConfig):
     """steps: optimizer steps; batch_size: windows per forward pass, of all processes together; accumulation: forward
-    passes per step, weighted by token; seed: of weights, data order, dropout and exit sampling; precision: of matrix
-    products; loss_chunk: positions whose logits exist at once (None: all); checkpoint_activations: compute the
-    applications again in the backward pass instead of keeping what is inside them; eval_every, save_every: in steps
+    passes per step, weighted by token; seed: of weights, data order, dropout and exit sampling; precision: see
+    training/precision.py; compile: see training/compiling.py; loss_chunk: positions whose logits exist at once (None:
+    all); checkpoint_activations: compute the applications again in the backward pass instead of keeping what is inside
+    them; peak_flops: FLOP/s of one device, for the MFU (None: known of some GPUs); eval_every, save_every: in steps
     (0: only at the end); eval_tokens: validation tokens looked at during training (None: all); keep: checkpoints kept
     beside the best one; trackers: further records besides metrics.jsonl; init_from: checkpoint whose weights a new run
     starts from."""
@@ -89,8 +106,9 @@ class TrainingConfig(StrictConfig):
     accumulation: Positive = 1
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     device: str = "cpu"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = False
+    precision: Literal["float32", "bfloat16", "bfloat16_weights"] = "float32"
+    compile: Literal["none", "block", "application"] = "none"
+    peak_flops: PositiveFloat | None = None
     loss_chunk: Positive | None = None
     checkpoint_activations: bool = False
     eval_every: NotNegative = 250
@@ -99,6 +117,12 @@ class TrainingConfig(StrictConfig):
     keep: Positive = 2
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     init_from: str | None = None
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _compile_by_name(cls, value: Any) -> Any:
+        """True and false, as in older recipes."""
+        return {True: "block", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class DistillationConfig(StrictConfig):

@@ -45,6 +45,7 @@ class Record:
             depth=result.depth,
             batches_without_targets=progress.batches_without_targets,
             tokens_per_second=round(tokens_per_second, 1),
+            **({} if result.mfu is None else {"mfu": round(result.mfu, 4)}),
             **depth.per_target(result.extra, result.targets),
             **result.monitors,
         )

@@ -11,8 +11,15 @@ from hrmlm.training.run import difference
 from hrmlm.training.setup import Setup
 from hrmlm.training.trainer import Progress
 
-FIXED_ON_RESUME = ("model.", "data.window", "training.seed", "training.batch_size", "training.accumulation")
-"""What cannot change in the middle of a run: the weights' shapes and the order of the data."""
+FIXED_ON_RESUME = (
+    "model.",
+    "data.window",
+    "training.seed",
+    "training.batch_size",
+    "training.accumulation",
+    "optimizer.kind",
+)
+"""What cannot change in the middle of a run: the weights' shapes, the order of the data, what the optimizer keeps."""
 
 
 def check_changes(setup: Setup, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:

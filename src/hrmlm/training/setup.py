@@ -80,11 +80,11 @@ class Setup:
     def trainer(self, model: LanguageModel) -> Trainer:
         """The trainer of a model; its weights must be there already."""
         teacher, weights = self._open_teacher(model)
-        workers = self.recipe.data.workers
+        workers, pin = self.recipe.data.workers, self.device.type == "cuda"
         trainer = Trainer(
             self.recipe,
             model,
-            lambda start, stop: loader(self.windows, start, stop, workers=workers),
+            lambda start, stop: loader(self.windows, start, stop, workers, pin),
             teacher,
             self.parallel,
             self.device,

@@ -28,6 +28,7 @@ from hrmlm.training.resume import FIXED_ON_RESUME, check_changes, progress_of
 from hrmlm.training.run import RunDirectory, resolve_checkpoint
 from hrmlm.training.setup import Setup, model_config_for, recipe_model
 from hrmlm.training.trainer import StepResult, Trainer, TrainingDiverged
+from hrmlm.training.utilisation import Utilisation, peak_flops
 from hrmlm.training.validation import validate
 
 __all__ = ["FIXED_ON_RESUME", "Reporter", "RunResult", "model_config_for", "recipe_model", "train"]
@@ -147,7 +148,7 @@ class _Run:
     def loop(self) -> RunResult:
         """Train, evaluate and save until the run is complete or a signal asks to stop."""
         training, progress, stop = self.recipe.training, self.trainer.progress, self.stop
-        started, rates = time.perf_counter(), []
+        started, rates, utilisation = time.perf_counter(), [], self._utilisation()
         self.record.reporter.start(self.recipe, progress.step, self.setup.notes)
         with stop.caught():
             try:
@@ -155,6 +156,7 @@ class _Run:
                     self._evaluate()
                 for result in self._steps():
                     rates.append(result.tokens / result.seconds)
+                    result.mfu = utilisation.of(result.mean_steps or result.depth, rates[-1])
                     self.record.step(result, progress, rates[-1])
                     stop.name = self.parallel.agree(stop.name)  # whichever process was asked, all end at this step
                     if stop.name:
@@ -177,6 +179,11 @@ class _Run:
     def _steps(self) -> Iterator[StepResult]:
         steps = self.trainer.steps()
         return steps if self.profile is None else self.profile.watch(steps, self.run.path / "profile")
+
+    def _utilisation(self) -> Utilisation:
+        training, trainer = self.recipe.training, self.trainer
+        peak = training.peak_flops or peak_flops(trainer.device, training.precision)
+        return Utilisation(trainer.model, self.recipe.window, peak, self.parallel.size)
 
     def _evaluation_is_due(self) -> bool:
         training, step = self.recipe.training, self.trainer.progress.step

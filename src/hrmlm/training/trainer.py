@@ -12,22 +12,25 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hrmlm.data.batch import IGNORE, Batch, SoftTargets
 from hrmlm.errors import UserError
 from hrmlm.models import LanguageModel
 from hrmlm.models.base import PartialLoss
-from hrmlm.models.blocks import Block
 from hrmlm.parallel import ALONE, Parallel
-from hrmlm.training.engine import Engine, like, total_norm
+from hrmlm.training.compiling import compile_model
+from hrmlm.training.engine import Engine, total_norm
 from hrmlm.training.optimizer import LearningRate, build_optimizer
+from hrmlm.training.optimizer_state import load_named_state, named_state
+from hrmlm.training.precision import autocast, computing_copies
+from hrmlm.training.prefetch import prefetched
 from hrmlm.training.recipe import Recipe
 
 
@@ -43,7 +46,8 @@ class TrainingDiverged(RuntimeError):
 class StepResult:
     """What one optimizer step did, over all processes. nats: summed cross-entropy of `targets` tokens; norm: of the
     gradient, before it was clipped; extra: further sums by name; monitors: what the family watches, in this process;
-    tokens: read by the model; depth: cycles or steps run; updated: False where there was no target in the whole step.
+    tokens: read by the model; depth: cycles or steps run; updated: False where there was no target in the whole step;
+    mfu: share of the device's peak, where that is known.
     """
 
     step: int
@@ -55,6 +59,7 @@ class StepResult:
     depth: int
     seconds: float
     updated: bool = True
+    mfu: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
     monitors: dict[str, Any] = field(default_factory=dict)
 
@@ -130,23 +135,6 @@ def _added(items: Iterable[tuple[str, float]]) -> dict[str, float]:
     return sums
 
 
-def _check_optimizer_state(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], where: str) -> None:
-    """Raise UserError unless each parameter has all quantities of AdamW in its shape, or none (it had no gradient)."""
-    names = {name.rpartition("::")[0] for name in tensors}
-    problems = [f"unknown {name}" for name in sorted(names - parameters.keys())]
-    expected = {
-        f"{name}::{key}": () if key == "step" else tuple(parameters[name].shape)
-        for name in sorted(names & parameters.keys())
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    problems += [f"missing {name}" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name in expected and tensor.shape != expected[name]:
-            problems.append(f"{name} has shape {tuple(tensor.shape)} where {expected[name]} is needed")
-    if problems:
-        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
-
-
 class Trainer:
     """Model, optimizer and schedule of a run, one step at a time.
 
@@ -167,7 +155,7 @@ class Trainer:
         self.recipe, self.config, self.parallel = recipe, recipe.training, parallel
         self.device = device or torch.device(self.config.device)
         self.model = model.to(self.device).train()
-        self.engine = Engine(self.model, parallel, recipe.parallel.strategy)
+        self.engine = Engine(self.model, parallel, recipe.parallel.strategy, self.config.precision)
         model.loss_chunk, model.checkpoint_activations = self.config.loss_chunk, self.config.checkpoint_activations
         self.batches = batches
         self.teacher = None if teacher is None else teacher.to(self.device).eval()
@@ -175,38 +163,23 @@ class Trainer:
         self.rates = LearningRate.of(recipe.schedule, recipe.optimizer.lr, self.config.steps, model)
         self.max_norm = recipe.optimizer.clip * model.gradient_share
         self.progress = Progress()
-        if self.config.compile:
-            for block in (module for module in model.modules() if isinstance(module, Block)):
-                block.compile()  # in place: the names of the weights stay as they are
+        compile_model(model, self.config.compile)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Optimizer state as named tensors: "<parameter>::<quantity>"."""
-        return {
-            f"{name}::{key}": torch.as_tensor(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        return named_state(self.model, self.optimizer)
 
     def load_optimizer_state(self, tensors: dict[str, Tensor], where: str = "the optimizer state") -> None:
         """Restore what `optimizer_state` returned. Raises: UserError, beginning with `where`, if it does not fit."""
-        by_name = dict(self.model.named_parameters())
-        _check_optimizer_state(by_name, tensors, where)
+        load_named_state(self.model, self.optimizer, tensors, where)
         if self.progress.step and not tensors:
             raise UserError(f"{where} is empty after {self.progress.step} steps; use another checkpoint of the run")
-        fused = self.optimizer.defaults["fused"]
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition("::")
-            parameter = by_name[name]
-            if tensor.shape == parameter.shape:
-                self.optimizer.state[parameter][key] = like(tensor, parameter)
-            else:  # the step counter lives beside the parameter if the optimizer is fused, else on the CPU
-                self.optimizer.state[parameter][key] = tensor.to(parameter.device) if fused else tensor.clone()
 
     def steps(self) -> Iterator[StepResult]:
         """Train from where the run stands to its last step; yield after each. Raises: TrainingDiverged."""
         accumulation = self.config.accumulation
         first, last = self.progress.step + 1, self.config.steps
-        stream = iter(self.batches((first - 1) * accumulation, last * accumulation))
+        stream = prefetched(self.batches((first - 1) * accumulation, last * accumulation), self.device)
         for step in range(first, last + 1):
             micro_batches = list(islice(stream, accumulation))
             assert micro_batches, "the data ended before the run"
@@ -217,7 +190,7 @@ class Trainer:
         started = time.perf_counter()
         lr = self.rates.at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_ratio"]
         targets = [batch.n_targets for batch in micro_batches]
         self.progress.batches_without_targets += targets.count(0)
         result = StepResult(step, 0.0, 0, sum(b.inputs_BL.numel() for b in micro_batches), 0.0, lr, 0, 0.0)
@@ -229,7 +202,8 @@ class Trainer:
                 batch = own_rows(micro_batches[index], self.parallel.share(len(micro_batches[index].inputs_BL)))
                 batch = batch.to(self.device)
                 batch.soft = self._soft_targets(batch)
-                self._backward(step, index, batch, sum(targets), sums, is_last=index == taught[-1])
+                with computing_copies(self.config.precision, self.model):
+                    self._backward(step, index, batch, sum(targets), sums, is_last=index == taught[-1])
             result.targets, result.extra = sums.total(self.parallel)
             result.nats, result.depth = result.extra.pop("nats"), sums.depth
             if not math.isfinite(result.nats + result.extra.pop("uncounted", 0.0)):
@@ -261,7 +235,7 @@ class Trainer:
         settings = self.recipe.distillation
         if self.teacher is None or settings is None:
             return None
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), computing_copies(self.config.precision, self.teacher):
             logits_BLV = self.teacher(batch.inputs_BL).logits
         return SoftTargets(logits_BLV, settings.temperature, settings.weight)
 
@@ -273,9 +247,7 @@ class Trainer:
         self.optimizer.step()
 
     def _autocast(self) -> AbstractContextManager:
-        if self.config.precision == "bfloat16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
+        return autocast(self.config.precision, self.device)
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint records about the run besides tensors."""

@@ -1,0 +1,51 @@
+"""The precision a training step computes in. Weights, their gradients and the optimizer are float32 in all of them.
+
+float32            everything
+bfloat16           matrix products, by autocast; residual stream and norms stay float32
+bfloat16_weights   everything between the weights and the loss: the float32 weights are masters, of which each
+                   micro-batch uses bfloat16 copies. The cast is part of the graph, so gradients arrive at the masters
+                   in float32, and updates far below the resolution of bfloat16 add up there (Micikevicius et al. 2018).
+                   FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16) does the same to sharded weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Around a forward pass."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def computing_copies(precision: str, model: nn.Module) -> AbstractContextManager[object]:
+    """Around forward and backward of a micro-batch: backward too, since checkpointed activations are made again there.
+
+    Inside it the parameters of the model are other tensors; whoever updates or saves them does so outside.
+    """
+    return _copies(model, torch.bfloat16) if precision == "bfloat16_weights" else nullcontext()
+
+
+@contextmanager
+def _copies(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Put copies of float32 parameters and buffers in their places; a tensor that several modules share has one.
+
+    Sharded parameters are left alone: FSDP2 makes the copies when it gathers them.
+    """
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    places = [
+        (table, name, tensor)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None and tensor.dtype == torch.float32 and type(tensor.data) is Tensor
+    ]
+    copies: dict[int, Tensor] = {id(tensor): tensor.to(dtype) for _, _, tensor in places}
+    try:
+        for table, name, tensor in places:
+            table[name] = copies[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor  # type: ignore[assignment]
