@@ -150,6 +150,7 @@ class _Session:
 
     def open_data(self) -> None:
         """Open and check the data; nothing is written before this has worked."""
+        self.data = open_corpora(self.recipe)
         check_trackers(self.recipe.training.trackers)
         if self.profile is not None:
             self.profile.check(self.recipe.training.steps)
@@ -158,7 +159,6 @@ class _Session:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"training.device {self.recipe.training.device!r} cannot be used: {reason}") from None
-        self.data = open_corpora(self.recipe)
         # An id changed in place would make another run of this one, unnoticed.
         self.verified = verify(self.data.parts, self.recipe.data.verify, self.run.verified)
         if self.verified.unread:
