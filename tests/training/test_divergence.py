@@ -97,10 +97,10 @@ def test_weights_that_overflow_are_never_saved(data: Path, tmp_path: Path, monke
 def test_validation_loss_that_is_not_finite_is_never_best(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hrmlm.training import train as module
+    from hrmlm.training import validation as module
 
     class Report:
-        nats_per_token, bits_per_byte, perplexity = math.nan, math.nan, math.nan
+        nats_per_token, bits_per_byte, steps = math.nan, math.nan, None
 
     monkeypatch.setattr(module, "evaluate_ids", lambda *a, **k: Report)
     with pytest.raises(TrainingDiverged, match="step 3: the validation loss"):

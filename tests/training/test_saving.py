@@ -177,7 +177,7 @@ def test_system_refuses_to_write_more(data: Path, tmp_path: Path, capfd: pytest.
 
 def test_best_is_kept_beside_the_newest(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8])
-    from hrmlm.training import train as module
+    from hrmlm.training import validation as module
 
     real = module.evaluate_ids
 

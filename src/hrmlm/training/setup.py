@@ -55,9 +55,9 @@ class Setup:
     def __init__(self, recipe: Recipe, run: RunDirectory, parallel: Parallel) -> None:
         self.recipe, self.parallel = recipe, parallel
         self.notes: list[str] = []
+        self.data = open_corpora(recipe)
         check_trackers(recipe.training.trackers)
         self.device = parallel.configure(recipe.parallel.timeout, recipe.training.device)
-        self.data = open_corpora(recipe)
         # An id changed in place would make another run of this one, unnoticed.
         self.verified = parallel.from_first(lambda: verify(self.data.parts, recipe.data.verify, run.verified))
         if self.verified.unread:

@@ -1,6 +1,7 @@
 """The validation loss of a run, over one corpus or a mixture."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ class Validation:
     corpora: dict[str, dict[str, float | None]]
 
     @property
-    def perplexity(self) -> float:
-        """Of the loss."""
-        return math.exp(self.loss)
+    def perplexity(self) -> float | None:
+        """exp(loss); None beyond the range of a float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else None
 
 
 def validate(
