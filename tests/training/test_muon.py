@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hrmlm.errors import UserError
 from hrmlm.models import build_model
@@ -119,6 +121,19 @@ def test_loading_a_state_dict_keeps_the_parts_together() -> None:
 def test_settings_without_effect_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(settings))} without effect: kind is adamw"):
         tiny(None, **{f"optimizer.{key}": value for key, value in settings.items()})
+
+
+def test_sharded_weights_are_refused() -> None:
+    """torch's Muon would make parts of matrices orthogonal, or gather them at every product."""
+    model = build_model(FAMILIES["hrm_lm"])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert isinstance(build_optimizer(model, OptimizerConfig()), torch.optim.AdamW)
+        with pytest.raises(UserError, match="muon needs whole matrices"):
+            build_optimizer(model, OptimizerConfig(kind="muon"))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_adamw_is_the_default_and_fused() -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hrmlm.console import TrainingBar
 from hrmlm.data.batch import Batch
 from hrmlm.evaluation.cost import cost
 from hrmlm.models import build_model
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.prefetch import ahead, prefetched
 from hrmlm.training.train import train
+from hrmlm.training.trainer import StepResult
 from hrmlm.training.utilisation import PEAKS, Utilisation, named_peak, peak_flops
 from tests.families import FAMILIES
 from tests.training.helpers import record, tiny
@@ -67,6 +69,17 @@ def test_a_cpu_has_no_peak_unless_it_is_given(data: Path, tmp_path: Path) -> Non
     for line in lines:
         flops = cost(model, 16, line["depth"]).training_flops_per_token
         assert line["mfu"] == pytest.approx(flops * line["tokens_per_second"] / 1e10, rel=1e-2, abs=1e-4)
+
+
+def test_the_bar_shows_it_where_it_is_known() -> None:
+    bar = TrainingBar("run")
+    bar.start(tiny(None), 0, [])
+    shown = []
+    for mfu in (None, 0.5, 0.3):
+        bar.step(StepResult(1, 1.0, 1, 1, 0.0, 0.0, 1, 1.0, mfu=mfu), 1234.0)
+        shown.append(bar._progress.tasks[0].fields["rate"])
+    bar.stop()
+    assert shown == ["1,234 tokens/s", "1,234 tokens/s  MFU 50%", "1,234 tokens/s  MFU 48%"]
 
 
 def test_batches_are_fetched_ahead_in_order() -> None:

@@ -152,7 +152,13 @@ class Expansion:
         evaluation = self.study.evaluation.model_dump(mode="json")
         recipe = Recipe.parse(settings, "recipe")
         decisive = json.loads(json.dumps(recipe.to_dict()))
-        for section, key in (("data", "path"), ("data", "workers"), ("training", "keep"), ("training", "trackers")):
+        for section, key in (
+            ("data", "path"),
+            ("data", "workers"),
+            ("training", "keep"),
+            ("training", "trackers"),
+            ("training", "peak_flops"),
+        ):
             decisive[section].pop(key)  # decide where and how, not what comes out
         facts = {"recipe": decisive, "data": self.data.meta.fingerprint, "evaluation": evaluation, "steps": steps}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
