@@ -51,6 +51,14 @@ class _Told(UserError):
     """A mistake that another condition tells."""
 
 
+NOT_DECISIVE = {
+    "data": ("path", "workers", "verify"),
+    "training": ("keep", "trackers", "peak_flops"),
+    "parallel": ("strategy", "timeout"),
+}
+"""Settings that decide where and how a run is done, not what comes out."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """One thing that is compared, to be run with every seed.
@@ -152,14 +160,9 @@ class Expansion:
         evaluation = self.study.evaluation.model_dump(mode="json")
         recipe = Recipe.parse(settings, "recipe")
         decisive = json.loads(json.dumps(recipe.to_dict()))
-        for section, key in (
-            ("data", "path"),
-            ("data", "workers"),
-            ("training", "keep"),
-            ("training", "trackers"),
-            ("training", "peak_flops"),
-        ):
-            decisive[section].pop(key)  # decide where and how, not what comes out
+        for section, keys in NOT_DECISIVE.items():
+            for key in keys:
+                decisive[section].pop(key)
         facts = {"recipe": decisive, "data": self.data.meta.fingerprint, "evaluation": evaluation, "steps": steps}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", condition.label).strip("-").lower()[:60]
