@@ -10,7 +10,6 @@ import torch
 from hrmlm.data.batch import Batch
 from hrmlm.models import build_model
 from hrmlm.parallel import ALONE, Parallel
-from hrmlm.training.recipe import TrainingConfig
 from hrmlm.training.trainer import Trainer
 from tests.families import FAMILIES
 from tests.training.helpers import tiny, tiny_trainer
@@ -26,7 +25,7 @@ STEPS = (
 """Micro-batches of 1, 7 and 50 targets per row and one without any; rows that do not divide; fewer rows than processes.
 Accumulation over several micro-batches, and none."""
 
-FRUGAL = {"training.checkpoint_activations": True}
+FRUGAL = {"training.checkpoint_activations": True, "training.loss_chunk": 5}
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
@@ -57,9 +56,8 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
-    """Every family as it is; those whose modules meet in every way also with activation checkpointing."""
-    known = "checkpoint_activations" in TrainingConfig.model_fields
-    frugal = ("hrm_lm", "hrm_lm-window", "universal-halting", "memory_hrm") if known else ()
+    """Every family as it is; those whose modules meet in every way also with activation checkpointing and a loss in chunks."""
+    frugal = ("hrm_lm", "hrm_lm-window", "universal-halting", "memory_hrm")
     return [(family, {}) for family in FAMILIES] + [(family, FRUGAL) for family in frugal]
 
 
@@ -103,6 +101,34 @@ def test_four_processes_have_the_gradients_of_one(family: str, of_four: dict[Any
     """Three rows for four processes: one has none. The smallest vectors have fewer values than there are processes."""
     for strategy in STRATEGIES:
         assert_same(of_four[strategy, family, False], family_outcome(ALONE, family, "ddp", {}))
+
+
+MASTERS = ("hrm_lm-passes", "cosmicfish", "memory_hrm-lora")
+
+
+def with_masters(parallel: Parallel) -> Any:
+    if parallel.size > 1:
+        parallel.configure(100, "cpu")
+    changes = {"training.precision": "bfloat16_weights"}
+    return {
+        (family, strategy): family_outcome(parallel, family, strategy, changes)
+        for family in MASTERS
+        for strategy in (STRATEGIES if parallel.size > 1 else STRATEGIES[:1])
+    }
+
+
+def test_float32_masters_of_bfloat16_weights_in_two_processes() -> None:
+    """Sharded or whole: the gradients are float32, and those of one process up to the resolution of bfloat16."""
+    alone, of_two = with_masters(ALONE), run(2, with_masters)[0]
+    for (family, strategy), ours in of_two.items():
+        for a, b in zip(ours, alone[family, "ddp"], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=2e-3), (family, strategy)
+            assert a["norm"] == pytest.approx(b["norm"], rel=3e-2), (family, strategy)
+            assert a["gradients"].keys() == b["gradients"].keys()
+            for name, gradient in a["gradients"].items():
+                assert gradient.dtype == np.float32
+                error = np.linalg.norm(gradient - b["gradients"][name])
+                assert error <= 5e-2 * np.linalg.norm(gradient) + 1e-3 * b["norm"], (family, strategy, name)
 
 
 def thrice() -> Any:
