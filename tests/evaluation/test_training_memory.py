@@ -122,6 +122,15 @@ def test_memory_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         parts = row["predicted"]
         assert parts["total"] == sum(parts[key] for key in ("weights", "gradients", "optimizer", "activations")) > 0
         assert row["measured"] is None
+    code, out, _ = call(str(path), "training.loss_chunk=8", "--memory")
+    lines = out.splitlines()
+    assert code == 0
+    assert max(map(len, lines)) <= 80
+    assert "…" not in out, "cut off: which row is which?"
+    named = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert named["checkpoint_activations"] == [str(row["checkpoint_activations"]).lower() for row in rows]
+    assert named["loss_chunk"] == [str(row["loss_chunk"] or "none") for row in rows]
+    assert len(named["total"]) == len(named["weights"]) == len(rows)
     wrong = (
         ["--measure"],
         ["training.stepz=1"],
