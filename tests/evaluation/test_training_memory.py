@@ -89,6 +89,15 @@ def test_activations_follow_the_gradient_window_not_the_depth(again: bool) -> No
     assert more[0] < more[1] < more[2]
 
 
+def test_activations_shrink_with_the_precision_of_the_residual_stream() -> None:
+    model = {"family": "transformer", "vocab_size": 64, "context": 64, "d_model": 64, "n_layers": 3}
+    full, low = (
+        predict(recipe(model, batch_size=16, precision=precision)).activations
+        for precision in ("float32", "bfloat16_weights")
+    )
+    assert low < 0.75 * full, "most of it is bfloat16"
+
+
 def test_the_prediction_is_near_the_measurement() -> None:
     """In a new process, with both ways to save memory."""
     given = recipe(
