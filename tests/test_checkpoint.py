@@ -1,7 +1,9 @@
 """Checkpoints: every weight once, ties real, nothing that runs code, and what does not fit is named (R19 to R22)."""
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,15 @@ def test_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
     change_manifest(tmp_path / "c", tokenizer_fingerprint="0123456789abcdef")
     with pytest.raises(UserError, match=f"{Tokenizer.bytes().fingerprint}.*0123456789abcdef"):
         load_tokenizer(open_checkpoint(tmp_path / "c"))
+
+
+def test_files_have_the_permissions_that_the_umask_asks_for(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        saved(tmp_path / "c")
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "c").iterdir()} == {0o640}
 
 
 def test_moved_checkpoint_loads(tmp_path: Path) -> None:

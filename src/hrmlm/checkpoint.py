@@ -173,8 +173,11 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode  # what the umask asks for; the library makes files that their owner alone may read
     try:
         save_file(tensors, file)
+        file.chmod(mode)
     except SafetensorError as error:  # what the library makes of a full disk
         raise OSError(f"{file} cannot be written: {error}") from None
 

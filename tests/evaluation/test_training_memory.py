@@ -89,6 +89,15 @@ def test_activations_follow_the_gradient_window_not_the_depth(again: bool) -> No
     assert more[0] < more[1] < more[2]
 
 
+def test_activations_shrink_with_the_precision_of_the_residual_stream() -> None:
+    model = {"family": "transformer", "vocab_size": 64, "context": 64, "d_model": 64, "n_layers": 3}
+    full, low = (
+        predict(recipe(model, batch_size=16, precision=precision)).activations
+        for precision in ("float32", "bfloat16_weights")
+    )
+    assert low < 0.75 * full, "most of it is bfloat16"
+
+
 def test_the_prediction_is_near_the_measurement() -> None:
     """In a new process, with both ways to save memory."""
     given = recipe(
@@ -122,6 +131,15 @@ def test_memory_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         parts = row["predicted"]
         assert parts["total"] == sum(parts[key] for key in ("weights", "gradients", "optimizer", "activations")) > 0
         assert row["measured"] is None
+    code, out, _ = call(str(path), "training.loss_chunk=8", "--memory")
+    lines = out.splitlines()
+    assert code == 0
+    assert max(map(len, lines)) <= 80
+    assert "…" not in out, "cut off: which row is which?"
+    named = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert named["checkpoint_activations"] == [str(row["checkpoint_activations"]).lower() for row in rows]
+    assert named["loss_chunk"] == [str(row["loss_chunk"] or "none") for row in rows]
+    assert len(named["total"]) == len(named["weights"]) == len(rows)
     wrong = (
         ["--measure"],
         ["training.stepz=1"],

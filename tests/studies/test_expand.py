@@ -1,5 +1,6 @@
 """Studies as data: runs with stable ids, fair by construction, and every mistake told before the first run."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,15 @@ def test_shipped_studies_can_be_run(name: str, scale: str, data: Path) -> None:
         assert {c.recipe.training.device for c in expansion.conditions} == {"cuda"}
         widths = {c.recipe.model["d_model"] for c in expansion.conditions}
         assert widths <= {2048, 4096, 7296}
+
+
+def test_the_example_of_the_page_can_be_run(data: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/studies.md").read_text()
+    lines = page.split("## The file\n\n")[1].split("\n\n")[0]
+    (tmp_path / "s.yaml").write_text(textwrap.dedent(lines))
+    expansion = expand(load_study(str(tmp_path / "s.yaml"), [f"base.data.path={data}"]))
+    assert len(expansion.conditions) == 6
+    assert expansion.study.baseline in expansion.by_label
 
 
 def test_flat_and_merged() -> None:

@@ -16,13 +16,14 @@ import yaml
 
 from hrmlm.errors import UserError
 from hrmlm.evaluation import timing
+from hrmlm.studies import worker
 from hrmlm.studies.collect import collect
 from hrmlm.studies.directory import StudyDirectory
 from hrmlm.studies.document import markdown
 from hrmlm.studies.expand import expand
 from hrmlm.studies.plan import ITERATIONS, WARMUP, measure_steps
 from hrmlm.studies.report import build
-from hrmlm.studies.runner import run_study
+from hrmlm.studies.runner import FixedRuns, _Child, _Runner, run_study
 from hrmlm.studies.search import PRUNE_AFTER, TrialSource
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.trainer import StepResult, Trainer
@@ -94,6 +95,22 @@ def test_the_run_of_a_killed_study_does_not_go_on_alone(data: Path, tmp_path: Pa
         wait_for(lambda: StudyDirectory(out).claims.held() == [], 30)
     (run,) = out.glob("runs/*/train")
     assert list((run / "checkpoints").iterdir()), "it was saved"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_each_run_that_ends_is_told_once_and_counted_in_turn(stopped: bool, data: Path, tmp_path: Path) -> None:
+    """A result lies on the disk a while before its process ends, and perhaps the study is stopped in between."""
+    values = study(data, evaluation={"tokens": 50}, seeds=1, budget={"steps": 0})
+    runs = run_here(values, tmp_path).runs()
+    place, told = StudyDirectory(tmp_path), list[str]()
+    runner = _Runner(place, FixedRuns(runs, place), 2, told.append)
+    for run in runs:
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        runner.children[run.id] = _Child(run, place.claims.take(run.id) or "", process)
+    runner._stop_children() if stopped else runner._reap()
+    assert [line.split(",")[0] for line in told] == ["1/2 hrm", "2/2 plain"]
+    assert place.claims.held() == []
 
 
 def test_two_processes_share_a_study(data: Path, tmp_path: Path) -> None:
@@ -287,6 +304,24 @@ def test_each_arm_is_searched_with_as_many_trials(data: Path, tmp_path: Path) ->
         (arm, trial) for arm in ("hrm", "plain") for trial in range(3)
     ]
     assert len({run.recipe.optimizer.lr for run in source.all_runs()}) == 3, "both arms get the same draws"
+
+
+@WITH_OPTUNA
+def test_a_stopped_search_tells_how_many_trials_there_will_be(data: Path, tmp_path: Path) -> None:
+    values = study(data, **searched(3, budget={"steps": 4}))
+    place, told = StudyDirectory(tmp_path), list[str]()
+    place.store(values)
+    source = TrialSource(expand(values), place, None)
+    (run, *_) = source.open_runs()
+    place.describe(run)
+    token = place.claims.take(run.id)
+    assert worker.main(str(tmp_path), run.id, token or "") == worker.DONE
+    runner = _Runner(place, source, 1, told.append)
+    runner._ended(_Child(run, token or "", subprocess.Popen([sys.executable, "-c", ""])), worker.DONE)
+    outcome = runner._outcome()
+    arms = len(values.arms)
+    assert (outcome.done, outcome.total) == (1, 3 * arms)
+    assert told[0].startswith(f"1/{3 * arms} {run.condition}, trial 0: ")
 
 
 @WITH_OPTUNA

@@ -217,35 +217,27 @@ def _free(device: torch.device) -> int:
 
 
 def show(recipe: Recipe, found: list[Choice], console: "Console", name: str) -> None:
-    """Print the choices as a table for people."""
+    """Print the choices as a table for people, one column each: so it fits into 80 characters."""
     from rich.markup import escape
     from rich.table import Table
 
     own = recipe.training
     title = f"{name}: peak memory of a training step, {own.batch_size} x {recipe.window:,} tokens, MiB"
-    table = Table(title=escape(title), title_justify="left")
-    measured = any(choice.measured or choice.note for choice in found)
-    numbers = [
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "total",
-        *(["measured", "ratio"] if measured else []),
-    ]
-    for column in ("", "precision", "checkpoint_activations", "loss_chunk"):
-        table.add_column(column)
-    for column in numbers:
-        table.add_column(column, justify="right")
+    table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("")
     for choice in found:
-        peak = choice.predicted
-        parts = (peak.weights, peak.gradients, peak.optimizer, peak.activations, peak.total)
-        cells = [f"{part / 2**20:,.1f}" for part in parts]
-        if choice.measured:
-            cells += [f"{choice.measured / 2**20:,.1f}", f"{peak.total / choice.measured:.2f}"]
-        elif measured:
-            cells += [choice.note or "", ""]
-        again, chunk = str(choice.checkpoint_activations).lower(), str(choice.loss_chunk or "none")
-        table.add_row("recipe" if choice.is_own else "", choice.precision, again, chunk, *cells)
+        table.add_column("recipe" if choice.is_own else "", justify="right")
+
+    def row(label: str, cells: "Iterable[str]") -> None:
+        table.add_row(label, *cells)
+
+    row("precision", (choice.precision.replace("_", "_\n") for choice in found))
+    row("checkpoint_activations", (str(choice.checkpoint_activations).lower() for choice in found))
+    row("loss_chunk", (str(choice.loss_chunk or "none") for choice in found))
+    for part in ("weights", "gradients", "optimizer", "activations", "total"):
+        row(part, (f"{getattr(choice.predicted, part) / 2**20:,.1f}" for choice in found))
+    if any(choice.measured or choice.note for choice in found):
+        row("measured", (f"{c.measured / 2**20:,.1f}" if c.measured else c.note or "" for c in found))
+        row("ratio", (f"{c.predicted.total / c.measured:.2f}" if c.measured else "" for c in found))
     console.print(table)
     console.print("Predicted on one device without allocating it; ratio: predicted / measured.")

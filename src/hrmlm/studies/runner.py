@@ -38,6 +38,9 @@ class Source(Protocol):
     def all_runs(self) -> list[Run]:
         """All runs known so far."""
 
+    def total(self) -> int:
+        """How many runs there will be."""
+
     def retry(self, run: Run) -> None:
         """Let a failed run be tried again, from its first step."""
 
@@ -56,6 +59,10 @@ class FixedRuns:
     def all_runs(self) -> list[Run]:
         """See Source."""
         return self.runs
+
+    def total(self) -> int:
+        """See Source."""
+        return len(self.runs)
 
     def retry(self, run: Run) -> None:
         """See Source."""
@@ -134,6 +141,11 @@ def source_of(expansion: Expansion, place: StudyDirectory, step_seconds: Mapping
     return FixedRuns(expansion.runs(step_seconds), place)
 
 
+def _named(run: Run) -> str:
+    """A run for people."""
+    return f"{run.condition}, " + (f"seed {run.seed}" if run.trial is None else f"trial {run.trial}")
+
+
 class _Runner:
     """One process's work on a study."""
 
@@ -203,22 +215,23 @@ class _Runner:
             self._died(run, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         elif code == worker.DONE and (result := self.place.result(run)) is not None:
             loss = "pruned" if result.get("pruned") else f"{result['loss']:.4f} nats per token"
-            self.tell(f"{self._count()} {run.condition}, seed {run.seed}: {loss} ({taken})")
+            self.tell(f"{self._count()} {_named(run)}: {loss} ({taken})")
         elif (error := self.place.error(run.id)) is not None:
-            self.tell(f"{self._count()} {run.condition}, seed {run.seed} failed: {error.get('message')}")
+            self.tell(f"{self._count()} {_named(run)} failed: {error.get('message')}")
 
     def _died(self, run: Run, how: str) -> None:
         self.deaths[run.id] = self.deaths.get(run.id, 0) + 1
         log = self.place.folder(run.id) / "log.txt"
         if self.deaths[run.id] < DEATHS:
-            return self.tell(f"{run.condition}, seed {run.seed}: its process ended by {how}; going on with it")
+            return self.tell(f"{_named(run)}: its process ended by {how}; going on with it")
         message = f"its process ended {DEATHS} times by {how}, as for lack of memory; see {log}"
         worker.write_error(self.place, run.id, "ProcessDied", message)
-        self.tell(f"{run.condition}, seed {run.seed} failed: {message}")
+        self.tell(f"{_named(run)} failed: {message}")
 
     def _count(self) -> str:
+        """Runs that are over, of all; those of ours count when they are told, so that no number comes twice."""
         runs = self.source.all_runs()
-        return f"{sum(self._is_over(run) for run in runs)}/{len(runs)}"
+        return f"{sum(self._is_over(run) and run.id not in self.children for run in runs)}/{self.source.total()}"
 
     def _is_over(self, run: Run) -> bool:
         return self.place.is_done(run) or self.place.error(run.id) is not None
@@ -227,13 +240,15 @@ class _Runner:
         """Ask all to stop after the current step, saved; wait for them."""
         for child in self.children.values():
             child.process.terminate()
-        for run_id, child in self.children.items():
-            child.process.wait()
+        for run_id, child in list(self.children.items()):
+            code = child.process.wait()
+            del self.children[run_id]
+            if code == worker.DONE:  # it was at its end already
+                self._ended(child, code)
             self.claims.release(run_id, child.token)
-        self.children.clear()
 
     def _outcome(self) -> Outcome:
         runs = self.source.all_runs()
         errors = {run.id: self.place.error(run.id) for run in runs if not self.place.is_done(run)}
         failed = {run_id: str(error.get("message")) for run_id, error in errors.items() if error is not None}
-        return Outcome(sum(self.place.is_done(run) for run in runs), failed, len(runs), self.stop.name)
+        return Outcome(sum(self.place.is_done(run) for run in runs), failed, self.source.total(), self.stop.name)

@@ -99,6 +99,10 @@ class TrialSource:
         """Runs of all trials so far, without those that are tried again as another trial."""
         return [run for label in self.searchers for _, run in self._trials(label)]
 
+    def total(self) -> int:
+        """Trials that all arms will have."""
+        return self.search.trials * len(self.searchers)
+
     def retry(self, run: Run) -> None:
         """Try a failed run again: as a new trial with the same values, since Optuna takes no second result of one."""
         searcher = self.searchers[run.condition]

@@ -167,7 +167,7 @@ def find_study(name: str) -> Path:
 def load_study(name: str, overrides: Sequence[str] = ()) -> Study:
     """Read and validate a study. overrides: "key=value" with dotted keys; "scale=NAME" takes another of its sizes.
 
-    Raises: UserError in one line, with all mistakes of the file.
+    Raises: UserError in one line, with all mistakes of its keys; those of its conditions are told by `expand`.
     """
     path = find_study(name)
     settings = read_yaml(path)

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from hrmlm.shards import local_part
+
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Around a forward pass."""
@@ -39,7 +41,7 @@ def _copies(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         (table, name, tensor)
         for table in tables
         for name, tensor in table.items()
-        if tensor is not None and tensor.dtype == torch.float32 and type(tensor.data) is Tensor
+        if tensor is not None and tensor.dtype == torch.float32 and local_part(tensor) is tensor
     ]
     copies: dict[int, Tensor] = {id(tensor): tensor.to(dtype) for _, _, tensor in places}
     try:
