@@ -18,7 +18,9 @@ import yaml
 import hrmlm
 from hrmlm.checkpoint import SHARDED_FORMAT, WEIGHTS, open_checkpoint, read_tensors
 from hrmlm.cli import main
+from hrmlm.data.tokens import PreparedData
 from hrmlm.errors import UserError
+from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.parallel import Parallel
 from hrmlm.training.run import RunDirectory
 from hrmlm.training.train import train
@@ -125,6 +127,46 @@ def test_shards_are_resumed_by_more_processes_and_by_one(
     shutil.copytree(sharded, tmp_path / "run")
     run(size, go, data, tmp_path / "run", strategy, True)
     assert_like(tmp_path / "run", alone)
+
+
+def asked_at_meeting(parallel: Parallel, data: Path, out: Path, number: int) -> Any:
+    """Train; the last process gets SIGTERM when the processes have just heard of each other after step `number`."""
+    agree, count = Parallel.agree, 0
+
+    def asked(self: Parallel, name: str | None) -> str | None:
+        nonlocal count
+        found, count = agree(self, name), count + 1
+        if self.rank == self.size - 1 and count == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Parallel.agree = asked  # type: ignore[method-assign]
+    return vars(train(tiny(data, FAMILY, **QUICK), out, parallel=parallel))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(2, (3, "SIGTERM")), (6, (6, None))])
+def test_a_signal_while_processes_meet_is_not_lost(
+    number: int, expected: tuple[int, str | None], data: Path, tmp_path: Path
+) -> None:
+    """Most of a fast process's time passes there. The next step is the last one; after the last step nothing is left to
+    stop, and all processes still do the same."""
+    results = run(2, asked_at_meeting, data, tmp_path / "run", number)
+    assert [(result["step"], result["stopped_by"]) for result in results] == [expected] * 2
+    assert_clean(tmp_path / "run")
+
+
+def low(parallel: Parallel, data: Path, out: Path) -> Any:
+    changes = {"parallel.strategy": "fsdp", "training.precision": "bfloat16_weights", "training.steps": 3}
+    return vars(train(tiny(data, FAMILY, **QUICK, **changes), out, parallel=parallel))
+
+
+def test_sharded_weights_are_evaluated_in_float32(data: Path, tmp_path: Path) -> None:
+    """Whatever the steps compute in: the recorded validation loss is that of the saved weights."""
+    loss = run(2, low, data, tmp_path / "run")[0]["loss"]
+    assert len(record(tmp_path / "run", "step")) == 3
+    prepared, model = PreparedData.open(data), hrmlm.load(RunDirectory(tmp_path / "run").newest().path)
+    report = evaluate_ids(model, prepared.split("valid")[:100], prepared.tokenizer, window=16)
+    assert report.nats_per_token == pytest.approx(loss, rel=1e-5)
 
 
 def test_shards_are_a_checkpoint_like_any(sharded: Path, data: Path, tmp_path: Path) -> None:
