@@ -1,6 +1,7 @@
 """Whole runs by several processes: resumed by any number, stopped, killed, and checkpoints that do not show how they
 were made (R20, R22, R55)."""
 
+import errno
 import os
 import re
 import shutil
@@ -232,6 +233,27 @@ def test_a_damaged_shard_is_one_clear_error(
         open_checkpoint(newest)
     assert RunDirectory(tmp_path / "run").newest().step == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def on_a_full_disk(recipe: str, out: str) -> None:
+    """The command, where the disk of the last process is full."""
+    if os.environ["RANK"] == "1":
+
+        def full(self: Any, *arguments: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+    main(["train", recipe, "--out", out])
+
+
+def test_a_full_disk_is_one_clear_error(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where it is another process's shard that cannot be written; nothing half is left."""
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings(data, FAMILY, **QUICK, **{"parallel.strategy": "fsdp"})))
+    assert codes(start(2, on_a_full_disk, str(tmp_path / "r.yaml"), str(tmp_path / "run"))) == [2, 0]
+    told = capfd.readouterr().err
+    assert "cannot be written: [Errno 28] No space left on device" in told
+    assert "Traceback" not in told
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def one_dies(recipe: Path, out: Path, number: signal.Signals) -> None:
