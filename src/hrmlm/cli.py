@@ -229,7 +229,9 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Write a trace of a few steps and print the dearest operations.")
     ] = False,
-    profile_steps: Annotated[str, typer.Option(help="Which steps of this process, first:last.")] = "5:10",
+    profile_steps: Annotated[
+        str | None, typer.Option(help="With --profile: which steps of this process, first:last (default: 5:10).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model. Ctrl-C or SIGTERM saves and exits; --resume goes on exactly where it stopped.
@@ -254,7 +256,9 @@ def train(
             if resume and overwrite:
                 raise UserError("--resume and --overwrite exclude each other")
             settings = load_recipe(recipe, overrides or ())
-            watched = Profile.parse(profile_steps) if profile else None
+            if profile_steps is not None and not profile:
+                raise UserError("--profile-steps without effect: add --profile")
+            watched = Profile.parse("5:10" if profile_steps is None else profile_steps) if profile else None
         directory = out or Path("runs") / Path(recipe).stem
         bar = TrainingBar(directory.name, scale_warning_for(recipe, settings))
         try:

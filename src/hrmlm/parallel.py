@@ -72,7 +72,8 @@ class Parallel:
             if place.is_cuda:
                 torch.cuda.set_device(place.device)
                 backend = "cpu:gloo,cuda:nccl"
-            self.timeout, self.group = timeout, dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+            self.timeout = timeout  # first: the group is made under it
+            self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
         return place.device
 
     @property

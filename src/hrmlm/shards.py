@@ -27,11 +27,20 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def write_shards(tensors: Mapping[str, Tensor], directory: Path, group: Any) -> None:
-    """Write tensors of the same names in all processes of the group; called by all of them."""
+    """Write tensors of the same names in all processes of the group; called by all of them.
+
+    Raises: OSError in all of them if the disk refuses in one.
+    """
     import torch.distributed.checkpoint as dcp
 
     writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    try:
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    except dcp.api.CheckpointException as error:  # no Exception: nobody else would catch it
+        reasons = [reason for reason, _ in error.failures.values()]
+        if not all(isinstance(reason, OSError) for reason in reasons):
+            raise RuntimeError(f"{directory} cannot be written: {reasons[0]}") from error
+        raise OSError(f"{directory} cannot be written: {reasons[0]}") from None
 
 
 def read_shards(directory: Path) -> dict[str, Tensor]:
@@ -50,6 +59,6 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it wonders that there is one process
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except Exception as error:  # CheckpointException and what safetensors and the file system say
+    except (Exception, dcp.api.CheckpointException) as error:  # what safetensors and the file system say
         raise UserError(f"{directory} cannot be read as tensors in shards: {error}") from None
     return tensors

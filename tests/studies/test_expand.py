@@ -1,5 +1,6 @@
 """Studies as data: runs with stable ids, fair by construction, and every mistake told before the first run."""
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ def test_what_no_study_may_say(changes: dict[str, Any], told: str, data: Path) -
     [
         ({"engine": "grid", "space": {"optimizer.lr": {"low": 1, "high": 2}}}, "the engine grid needs a list"),
         ({"engine": "tpe", "space": {"optimizer.lr": {"low": 2, "high": 1}}}, "low must be a number below high"),
+        ({"engine": "tpe", "space": {"optimizer.lr": {"low": math.nan, "high": 1}}}, "low must be a number below high"),
+        ({"engine": "tpe", "space": {"optimizer.lr": {"low": 1, "high": math.inf}}}, "low must be a number below high"),
+        ({"engine": "tpe", "space": {"optimizer.lr": [1e-3, math.nan]}}, "values must be finite"),
         ({"engine": "tpe", "space": {"optimizer.lr": {"low": 0, "high": 1, "log": True}}}, "low must be above 0"),
         ({"engine": "tpe", "space": {"optimizer.lr": 3}}, "expected a list of values or {low, high, log}"),
         ({"engine": "tpe", "space": {"optimizer.rate": [1]}}, "unknown factor 'optimizer.rate'"),

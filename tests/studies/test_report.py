@@ -11,6 +11,7 @@ import pytest
 
 from hrmlm.checkpoint import load_model, open_checkpoint
 from hrmlm.data.tokens import PreparedData
+from hrmlm.errors import UserError
 from hrmlm.evaluation.loss import evaluate_data
 from hrmlm.studies.collect import Findings, collect, loss_of
 from hrmlm.studies.document import Code, Fold, Heading, Items, Table, Text, html, markdown
@@ -19,7 +20,7 @@ from hrmlm.studies.report import build, write
 from hrmlm.studies.statistics import t_quantile
 from hrmlm.training.recipe import load_recipe
 from hrmlm.training.train import train
-from tests.studies.helpers import run_here, study
+from tests.studies.helpers import run_here, search_here, study
 from tests.training.helpers import tiny
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -146,6 +147,10 @@ def test_unfinished_studies_say_so(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_here(study(data, seeds=1, budget={"steps": 2}), out)
     for path in list(out.glob("runs/*/result.json"))[:1]:
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "loss": "low"}))
+        with pytest.raises(UserError, match="is damaged; remove it and run the study again"):
+            collect(out)
         path.unlink()
     assert "1 of 2 runs are finished, 1 are still to be done" in collect(out).summary()[0]
     for path in out.glob("runs/*/result.json"):
@@ -186,6 +191,14 @@ def test_search_reports_the_best_of_each_arm_and_warns(data: Path, tmp_path: Pat
     text = " ".join(findings.summary())
     assert "best of 2" in text
     assert "flatters" in text
+
+
+def test_a_nested_space_is_reported_as_a_dotted_one(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = {"engine": "tpe", "trials": 1, "space": {"optimizer": {"lr": [1e-3]}}}
+    search_here(study(data, seeds=1, budget={"steps": 1}, search=search), tmp_path / "out")
+    labels = [c.label for c in collect(tmp_path / "out").conditions]
+    assert labels == ["hrm, trial 0: lr=0.001", "plain, trial 0: lr=0.001"]
 
 
 def test_what_users_write_is_shown_as_text() -> None:

@@ -1,6 +1,7 @@
 """Whole runs by several processes: resumed by any number, stopped, killed, and checkpoints that do not show how they
 were made (R20, R22, R55)."""
 
+import errno
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ import yaml
 import hrmlm
 from hrmlm.checkpoint import SHARDED_FORMAT, WEIGHTS, open_checkpoint, read_tensors
 from hrmlm.cli import main
+from hrmlm.data.tokens import PreparedData
 from hrmlm.errors import UserError
+from hrmlm.evaluation.loss import evaluate_ids
 from hrmlm.parallel import Parallel
 from hrmlm.training.run import RunDirectory
 from hrmlm.training.train import train
@@ -127,6 +130,46 @@ def test_shards_are_resumed_by_more_processes_and_by_one(
     assert_like(tmp_path / "run", alone)
 
 
+def asked_at_meeting(parallel: Parallel, data: Path, out: Path, number: int) -> Any:
+    """Train; the last process gets SIGTERM when the processes have just heard of each other after step `number`."""
+    agree, count = Parallel.agree, 0
+
+    def asked(self: Parallel, name: str | None) -> str | None:
+        nonlocal count
+        found, count = agree(self, name), count + 1
+        if self.rank == self.size - 1 and count == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Parallel.agree = asked  # type: ignore[method-assign]
+    return vars(train(tiny(data, FAMILY, **QUICK), out, parallel=parallel))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(2, (3, "SIGTERM")), (6, (6, None))])
+def test_a_signal_while_processes_meet_is_not_lost(
+    number: int, expected: tuple[int, str | None], data: Path, tmp_path: Path
+) -> None:
+    """Most of a fast process's time passes there. The next step is the last one; after the last step nothing is left to
+    stop, and all processes still do the same."""
+    results = run(2, asked_at_meeting, data, tmp_path / "run", number)
+    assert [(result["step"], result["stopped_by"]) for result in results] == [expected] * 2
+    assert_clean(tmp_path / "run")
+
+
+def low(parallel: Parallel, data: Path, out: Path) -> Any:
+    changes = {"parallel.strategy": "fsdp", "training.precision": "bfloat16_weights", "training.steps": 3}
+    return vars(train(tiny(data, FAMILY, **QUICK, **changes), out, parallel=parallel))
+
+
+def test_sharded_weights_are_evaluated_in_float32(data: Path, tmp_path: Path) -> None:
+    """Whatever the steps compute in: the recorded validation loss is that of the saved weights."""
+    loss = run(2, low, data, tmp_path / "run")[0]["loss"]
+    assert len(record(tmp_path / "run", "step")) == 3
+    prepared, model = PreparedData.open(data), hrmlm.load(RunDirectory(tmp_path / "run").newest().path)
+    report = evaluate_ids(model, prepared.split("valid")[:100], prepared.tokenizer, window=16)
+    assert report.nats_per_token == pytest.approx(loss, rel=1e-5)
+
+
 def test_shards_are_a_checkpoint_like_any(sharded: Path, data: Path, tmp_path: Path) -> None:
     """No prefix of a wrapper, each tensor once, no file but JSON and tensors; every reader takes it as it is."""
     checkpoint = RunDirectory(sharded).newest()
@@ -190,6 +233,27 @@ def test_a_damaged_shard_is_one_clear_error(
         open_checkpoint(newest)
     assert RunDirectory(tmp_path / "run").newest().step == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def on_a_full_disk(recipe: str, out: str) -> None:
+    """The command, where the disk of the last process is full."""
+    if os.environ["RANK"] == "1":
+
+        def full(self: Any, *arguments: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+    main(["train", recipe, "--out", out])
+
+
+def test_a_full_disk_is_one_clear_error(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where it is another process's shard that cannot be written; nothing half is left."""
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings(data, FAMILY, **QUICK, **{"parallel.strategy": "fsdp"})))
+    assert codes(start(2, on_a_full_disk, str(tmp_path / "r.yaml"), str(tmp_path / "run"))) == [2, 0]
+    told = capfd.readouterr().err
+    assert "cannot be written: [Errno 28] No space left on device" in told
+    assert "Traceback" not in told
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def one_dies(recipe: Path, out: Path, number: signal.Signals) -> None:

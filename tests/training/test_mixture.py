@@ -10,6 +10,7 @@ import pytest
 
 from hrmlm.checkpoint import load_model
 from hrmlm.cli import main
+from hrmlm.data.corpora import Corpora
 from hrmlm.data.prepare import prepare
 from hrmlm.data.tokens import PreparedData
 from hrmlm.errors import UserError
@@ -75,6 +76,15 @@ def test_validation_is_told_for_each_and_together_by_share(data: Path, other_dat
     assert line["loss"] == pytest.approx(loss, rel=1e-5)
     assert line["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert line["bits_per_byte"] == pytest.approx(loss / math.log(2) / (0.75 * sizes[0] + 0.25 * sizes[1]), rel=1e-5)
+
+
+def test_directories_of_like_names_are_told_apart(data: Path, tmp_path: Path) -> None:
+    """Also where a name with a number is another directory's own."""
+    paths = [tmp_path / "a" / "d-2", tmp_path / "b" / "d", tmp_path / "c" / "d"]
+    for path in paths:
+        shutil.copytree(data, path)
+    found = Corpora.open(paths, [1, 1, 1]).valid_ids(30)
+    assert [len(ids) for ids in found.values()] == [10, 10, 10]
 
 
 def test_a_mixture_of_one_is_that_corpus(data: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_steps_that_do_not_come_or_make_no_sense(data: Path, tmp_path: Path) -> 
         train(tiny(data, "transformer"), tmp_path / "run", reporter=StopAfter(5))
     with pytest.raises(UserError, match=r"begins with step 3 of this process, which does 2"):
         train(tiny(data, "transformer"), tmp_path / "run", resume=True, profile=Profile(3, 4))
-    for text in ("", "0:3", "5:4", "a", "1:2:3", "-1:2"):
+    for text in ("", "0:3", "5:4", "a", "1:2:3", "-1:2", "9" * 5000, "\u0663"):
         with pytest.raises(UserError, match="such as 5:10"):
             Profile.parse(text)
     assert (Profile.parse("5:10"), Profile.parse("3")) == (Profile(5, 10), Profile(3, 3))
@@ -99,6 +99,10 @@ def test_command(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
             result = json.loads(told)["profile"]
             assert [result["first"], result["last"], len(result["operations"])] == [2, 2, DEAREST]
             assert Path(result["trace"]).is_file()
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(file), "--out", str(tmp_path / "other"), "--profile-steps", "3"])
+    assert (ended.value.code, (tmp_path / "other").exists()) == (2, False)
+    assert "add --profile" in capsys.readouterr().err
     assert "steps 3 to 3 of this process" in told
     assert "aten::" in told
     assert "trace: " in told

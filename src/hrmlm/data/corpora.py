@@ -87,11 +87,10 @@ class Corpora:
         """
         found: dict[str, np.ndarray] = {}
         for number, (part, weight) in enumerate(zip(self.parts, self.weights, strict=True)):
-            name = part.path.resolve().name
-            ids = part.split("valid")
-            found[f"{name}-{number}" if name in found else name] = ids[
-                : None if tokens is None else max(1, round(tokens * weight))
-            ]
+            name, ids = part.path.resolve().name, part.split("valid")
+            while name in found:  # "a-2" may be another directory's own name
+                name += f"-{number}"
+            found[name] = ids[: None if tokens is None else max(1, round(tokens * weight))]
         return found
 
     def usage(self, windows: TokenWindows | MixedWindows, total: int) -> list[Usage]:

@@ -1,5 +1,6 @@
 """What a study has found so far: results by condition and seed, their intervals, and the words for them."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from hrmlm.errors import UserError
 from hrmlm.files import read_json
 from hrmlm.studies import words
 from hrmlm.studies.directory import StudyDirectory
-from hrmlm.studies.expand import Run
+from hrmlm.studies.expand import Run, space_of
 from hrmlm.studies.spec import Study
 from hrmlm.studies.statistics import Summary, paired, summarize
 from hrmlm.training.metrics import read_metrics
@@ -159,7 +160,7 @@ def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
         run = Run.of(read_json(file))
         if run.trial is not None:
             settings, tried = run.recipe.to_dict(), []
-            for key in study.search.space:
+            for key in space_of(study.search.space):
                 section, _, name = key.partition(".")
                 value = settings[section][name]
                 tried.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
@@ -168,11 +169,17 @@ def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
     return found
 
 
+def _is_number(result: Mapping[str, Any]) -> bool:
+    """Whether the loss of a result is a number, where it has one."""
+    loss = result.get("loss")
+    return loss is None or (isinstance(loss, int | float) and math.isfinite(loss))
+
+
 def _add(place: StudyDirectory, study: Study, condition: ConditionResults, run: Mapping[str, Any]) -> None:
     folder, seed = place.folder(run["id"]), run["seed"]
     if (folder / "result.json").is_file():
         result = read_json(folder / "result.json")
-        if not isinstance(result, dict) or not {"condition", "seed"} <= result.keys():
+        if not isinstance(result, dict) or not {"condition", "seed"} <= result.keys() or not _is_number(result):
             raise UserError(f"{folder / 'result.json'} is damaged; remove it and run the study again")
         condition.results[seed] = result
         condition.points[seed] = _points(folder / "train" / "metrics.jsonl", result)

@@ -277,16 +277,22 @@ def space_of(space: Mapping[str, Any]) -> dict[str, Any]:
 
 def _space_mistakes(key: str, values: Any, engine: str) -> Iterator[str]:
     if isinstance(values, list) and values:
+        if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+            yield f"search.space.{key}: values must be finite, got {values!r}"
         return
     is_range = isinstance(values, Mapping) and {"low", "high"} <= values.keys() <= {"low", "high", "log"}
     if engine == "grid":
         yield f"search.space.{key}: the engine grid needs a list of values, got {values!r}"
     elif not is_range:
         yield f"search.space.{key}: expected a list of values or {{low, high, log}}, got {values!r}"
-    elif not all(isinstance(values[k], int | float) for k in ("low", "high")) or values["low"] >= values["high"]:
+    elif not (all(_is_finite(values[k]) for k in ("low", "high")) and values["low"] < values["high"]):
         yield f"search.space.{key}: low must be a number below high, got {values!r}"
     elif values.get("log") and values["low"] <= 0:
         yield f"search.space.{key}: low must be above 0 where log is true, got {values!r}"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _open_data(study: Study, mistakes: list[str]) -> PreparedData | None:

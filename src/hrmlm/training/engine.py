@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hrmlm.models.base import LanguageModel, PartialLoss
 from hrmlm.parallel import Parallel
+from hrmlm.training.precision import in_place
 
 
 class _NextPart(nn.Module):
@@ -89,15 +90,17 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While this lasts, the model can be run as it is: all weights are here."""
-        if self.fsdp is None:
+        """While this lasts, the model can be run without gradients as it is: all weights are here, in float32.
+
+        FSDP2's own `unshard` would give them in the precision of training steps.
+        """
+        with torch.no_grad(), nullcontext() if self.fsdp is None else in_place(self.next_part, _gathered):
             yield
-            return
-        self.fsdp.unshard()
-        try:
-            yield
-        finally:
-            self.fsdp.reshard()
+
+
+def _gathered(tensor: Tensor) -> Tensor | None:
+    full_tensor: Any = getattr(tensor, "full_tensor", None)
+    return None if full_tensor is None else full_tensor()
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:

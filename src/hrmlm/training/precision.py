@@ -8,7 +8,7 @@ bfloat16_weights   everything between the weights and the loss: the float32 weig
                    FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16) does the same to sharded weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -27,26 +27,29 @@ def computing_copies(precision: str, model: nn.Module) -> AbstractContextManager
 
     Inside it the parameters of the model are other tensors; whoever updates or saves them does so outside.
     """
-    return _copies(model, torch.bfloat16) if precision == "bfloat16_weights" else nullcontext()
+    return in_place(model, _bfloat16) if precision == "bfloat16_weights" else nullcontext()
+
+
+def _bfloat16(tensor: Tensor) -> Tensor | None:
+    """A copy of whole float32; None of other tensors: FSDP2 makes the copies of sharded ones when it gathers them."""
+    is_copied = tensor.dtype == torch.float32 and local_part(tensor) is tensor
+    return tensor.to(torch.bfloat16) if is_copied else None
 
 
 @contextmanager
-def _copies(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Put copies of float32 parameters and buffers in their places; a tensor that several modules share has one.
+def in_place(model: nn.Module, replacement: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """While this lasts, replacements stand in the places of parameters and buffers, where there is one (not None).
 
-    Sharded parameters are left alone: FSDP2 makes the copies when it gathers them.
+    A tensor that several modules share is replaced once.
     """
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    places = [
-        (table, name, tensor)
-        for table in tables
-        for name, tensor in table.items()
-        if tensor is not None and tensor.dtype == torch.float32 and local_part(tensor) is tensor
-    ]
-    copies: dict[int, Tensor] = {id(tensor): tensor.to(dtype) for _, _, tensor in places}
+    places = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    unique = {id(tensor): tensor for _, _, tensor in places}
+    found = {number: new for number, tensor in unique.items() if (new := replacement(tensor)) is not None}
     try:
         for table, name, tensor in places:
-            table[name] = copies[id(tensor)]  # type: ignore[assignment]
+            if id(tensor) in found:
+                table[name] = found[id(tensor)]  # type: ignore[assignment]
         yield
     finally:
         for table, name, tensor in places:

@@ -45,7 +45,7 @@ class Profile:
     @classmethod
     def parse(cls, text: str) -> "Profile":
         """Of "first:last" or of one number. Raises: UserError."""
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+        match = re.fullmatch(r"([0-9]{1,12})(?::([0-9]{1,12}))?", text.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise UserError(f"profile steps {text!r}: give the first and the last one, such as 5:10")

@@ -118,6 +118,13 @@ class TrainingConfig(StrictConfig):
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     init_from: str | None = None
 
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("the same tracker stands twice; name each once")
+        return value
+
     @field_validator("compile", mode="before")
     @classmethod
     def _compile_by_name(cls, value: Any) -> Any:
@@ -141,7 +148,7 @@ class ParallelConfig(StrictConfig):
     process that does not answer ends the run."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    timeout: PositiveFloat = 600.0
+    timeout: Annotated[float, Field(gt=0, le=1e9)] = 600.0
 
 
 class Recipe(StrictConfig):

@@ -74,6 +74,7 @@ class _Run:
         self.recipe, self.run, self.profile, self.parallel = recipe, run, profile, parallel
         self.record = Record(run.metrics, reporter, silent=not parallel.is_first)
         self.stop = StopSignal(patient=parallel.size > 1)
+        self.stopped_by: str | None = None  # the signal that all processes have agreed to stop for
 
     def begin(self, resume: bool, overwrite: bool) -> None:
         """Check everything, then start a new run, or go on with one."""
@@ -147,10 +148,10 @@ class _Run:
 
     def loop(self) -> RunResult:
         """Train, evaluate and save until the run is complete or a signal asks to stop."""
-        training, progress, stop = self.recipe.training, self.trainer.progress, self.stop
+        training, progress = self.recipe.training, self.trainer.progress
         started, rates, utilisation = time.perf_counter(), [], self._utilisation()
         self.record.reporter.start(self.recipe, progress.step, self.setup.notes)
-        with stop.caught():
+        with self.stop.caught():
             try:
                 if self._evaluation_is_due():  # a signal came between this step and its evaluation
                     self._evaluate()
@@ -158,14 +159,15 @@ class _Run:
                     rates.append(result.tokens / result.seconds)
                     result.mfu = utilisation.of(result.mean_steps or result.depth, rates[-1])
                     self.record.step(result, progress, rates[-1])
-                    stop.name = self.parallel.agree(stop.name)  # whichever process was asked, all end at this step
-                    if stop.name:
+                    # Whichever process was asked, all end at this step; asked while they meet here, at the next one.
+                    self.stopped_by = self.parallel.agree(self.stop.name)
+                    if self.stopped_by:
                         break
                     if self._evaluation_is_due():
                         self._evaluate()
                     if _due(result.step, training.save_every):
                         self._save()
-                if stop.name is None and self._evaluation_is_old():
+                if self.stopped_by is None and self._evaluation_is_old():
                     self._evaluate()
                 self._save()
             except TrainingDiverged as error:
@@ -173,7 +175,7 @@ class _Run:
                 raise
             finally:
                 self.record.reporter.stop()
-        self._log("stop", reason=stop.name or "complete")
+        self._log("stop", reason=self.stopped_by or "complete")
         return self._result(rates, time.perf_counter() - started)
 
     def _steps(self) -> Iterator[StepResult]:
@@ -258,10 +260,10 @@ class _Run:
             best_loss=progress.best_loss,
             tokens_per_second=sorted(rates)[len(rates) // 2] if rates else 0.0,
             seconds=seconds,
-            stopped_by=self.stop.name,
+            stopped_by=self.stopped_by,
             corpora=self.setup.data.usage(self.setup.windows, windows),
         )
-        if self.stop.name is None and self.parallel.is_first:
+        if self.stopped_by is None and self.parallel.is_first:
             write_json(self.run.path / "result.json", asdict(result))
         return result
 
