@@ -288,7 +288,8 @@ def test_a_killed_search_goes_on_and_two_processes_share_one(data: Path, tmp_pat
         process.kill()  # its run notices, saves and stops
         process.wait()
     with started(file, out) as first, started(file, out) as second:
-        assert (first.wait(240), second.wait(240)) == (0, 0)
+        codes = (first.wait(240), second.wait(240))
+    assert codes == (0, 0), [path.read_text() for path in out.glob("runs/*/error.json")]
     found = [json.loads(path.read_text()) for path in out.glob("runs/*/result.json")]
     assert sorted(result["trial"] for result in found) == [0, 1, 2]
     for path in out.glob("runs/*/train"):
@@ -322,6 +323,25 @@ def test_a_stopped_search_tells_how_many_trials_there_will_be(data: Path, tmp_pa
     arms = len(values.arms)
     assert (outcome.done, outcome.total) == (1, 3 * arms)
     assert told[0].startswith(f"1/{3 * arms} {run.condition}, trial 0: ")
+
+
+@WITH_OPTUNA
+def test_two_processes_may_tell_of_the_same_trial(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is faster, after this one has seen that the trial is not finished."""
+    import optuna
+
+    storage = optuna.storages.JournalStorage
+    real = storage.set_trial_state_values
+
+    def overtaken(self: Any, trial: int, state: Any, values: Any = None) -> bool:
+        real(self, trial, state, values)
+        if state.is_finished():
+            return real(self, trial, state, values)  # too late
+        return True
+
+    monkeypatch.setattr(storage, "set_trial_state_values", overtaken)
+    search_here(study(data, **searched(2, budget={"steps": 4}, arms=ONE_ARM)), tmp_path)
+    assert len(list(tmp_path.glob("runs/*/result.json"))) == 2
 
 
 @WITH_OPTUNA

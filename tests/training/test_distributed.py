@@ -56,7 +56,7 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
-    """Every family as it is; those whose modules meet in every way also with activation checkpointing and a loss in chunks."""
+    """Every family as it is; those whose modules meet in every way also with checkpointing and a loss in chunks."""
     frugal = ("hrm_lm", "hrm_lm-window", "universal-halting", "memory_hrm")
     return [(family, {}) for family in FAMILIES] + [(family, FRUGAL) for family in frugal]
 

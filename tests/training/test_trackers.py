@@ -120,7 +120,7 @@ def test_a_log_directory_that_cannot_be_written(
 
     monkeypatch.setitem(TRACKERS, name, full)
     monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
-    monkeypatch.setattr("hrmlm.training.train.check_trackers", lambda names: None)
+    monkeypatch.setattr("hrmlm.training.setup.check_trackers", lambda names: None)
     assert train(tiny(data, **{"training.trackers": (name,)}), tmp_path / "run").step == 6
     assert len(record(tmp_path / "run")) == 6
     assert capsys.readouterr().err.count("warning:") == 1

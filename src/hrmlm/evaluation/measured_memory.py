@@ -57,7 +57,7 @@ def random_batches(recipe: Recipe, model: LanguageModel) -> list[Batch]:
 def _main() -> None:
     """The new process: recipe from standard input, bytes to standard output."""
     recipe = Recipe.parse(json.load(sys.stdin), "recipe")
-    tiny = {"family": "transformer", "vocab_size": 64, "context": 16, "n_layers": 1}
+    tiny = {"family": recipe.model["family"], "vocab_size": 64, "context": 128, "d_model": 64}
     _train(recipe.model_copy(update={"model": tiny, "data": recipe.data.model_copy(update={"window": None})}))
     device = torch.device(recipe.training.device)
     if device.type == "cuda":

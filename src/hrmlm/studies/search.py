@@ -7,6 +7,7 @@ environment variable HRMLM_OPTUNA_STORAGE, such as a database.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hrmlm.errors import UserError
@@ -149,12 +150,11 @@ class TrialSource:
         result, error = self.place.result(run), self.place.error(run.id)
         if result is None and error is None:
             return False
-        if result is None:
-            searcher.tell(trial.number, state=states.FAIL, skip_if_finished=True)
-        elif result.get("pruned"):
-            searcher.tell(trial.number, state=states.PRUNED, skip_if_finished=True)
-        else:
-            searcher.tell(trial.number, result["loss"], skip_if_finished=True)
+        told: dict[str, Any] = {"values": result.get("loss")} if result else {"state": states.FAIL}
+        if result and result.get("pruned"):
+            told = {"state": states.PRUNED}
+        with suppress(_optuna().exceptions.UpdateFinishedTrialError):  # another process was a moment earlier
+            searcher.tell(trial.number, **told, skip_if_finished=True)
         return True
 
     def _suggest(self, trial: Any) -> None:
