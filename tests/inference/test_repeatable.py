@@ -73,7 +73,9 @@ def test_memory_is_flat_over_500_tokens(family: str) -> None:
     for _ in range(479):
         next(events)
         assert not logits[0].requires_grad
-    assert _live_tensors() == before
+    count, size = _live_tensors()
+    assert count <= before[0], "what earlier tests left behind may go, nothing may come"
+    assert size <= before[1]
     assert next(events).finish_reason == "length"
     assert len(engine.completions()[0].ids) == 500
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -63,7 +63,6 @@ class KeyHistory:
         self.stride = stride  # slots per outer step
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    @torch.compiler.disable  # which tensors it keeps differs from step to step, and would ask for a graph at each
     def mix(self, slot: int, k_BHLK: Tensor, v_BHLK: Tensor, running_BL: Tensor | None) -> tuple[Tensor, Tensor]:
         """New keys and values of running positions (None: all of them), kept ones of stopped positions."""
         if running_BL is not None:

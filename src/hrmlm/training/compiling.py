@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hrmlm.models import LanguageModel
-from hrmlm.models.blocks import Block
+from hrmlm.models.blocks import Block, KeyHistory
 
 
 def compile_model(model: LanguageModel, what: str, backend: str | Callable[..., Any] = "inductor") -> list[nn.Module]:
@@ -21,6 +21,10 @@ def compile_model(model: LanguageModel, what: str, backend: str | Callable[..., 
     In place, so that the names of the weights stay as they are. Returns the modules that are compiled now.
     """
     modules: list[nn.Module] = []
+    if what != "none" and not hasattr(KeyHistory.mix, "_torchdynamo_disable"):
+        # Which tensors it keeps differs from step to step, and would ask for a graph at each. No decorator there: the
+        # compiler takes a second to import, and most processes never compile.
+        KeyHistory.mix = torch.compiler.disable(KeyHistory.mix)  # type: ignore[method-assign]
     if what == "block":
         modules = [module for module in model.modules() if isinstance(module, Block)]
     elif what == "application":
