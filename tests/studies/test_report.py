@@ -188,6 +188,8 @@ def test_search_reports_the_best_of_each_arm_and_warns(data: Path, tmp_path: Pat
     findings = collect(out)
     best = findings.best_by_arm()
     assert {arm: c.label for arm, c in best.items()} == {"hrm": "hrm, lr=0.01", "plain": "plain, lr=0.01"}
+    assert findings.baseline is best["hrm"]
+    assert findings.differences().keys() == {"plain, lr=0.01"}, "the best of each arm, not every trial with the first"
     text = " ".join(findings.summary())
     assert "best of 2" in text
     assert "flatters" in text

@@ -305,6 +305,8 @@ def test_each_arm_is_searched_with_as_many_trials(data: Path, tmp_path: Path) ->
         (arm, trial) for arm in ("hrm", "plain") for trial in range(3)
     ]
     assert len({run.recipe.optimizer.lr for run in source.all_runs()}) == 3, "both arms get the same draws"
+    labels = [condition.label.split(":")[0] for condition in collect(tmp_path).conditions]
+    assert labels == [f"{arm}, trial {trial}" for arm in ("hrm", "plain") for trial in range(3)]
 
 
 @WITH_OPTUNA

@@ -81,15 +81,21 @@ class Findings:
     other_runs: int
 
     @property
+    def compared(self) -> list[ConditionResults]:
+        """What is compared: all conditions, of a search the best one of each arm."""
+        return self.conditions if self.study.search is None else list(self.best_by_arm().values())
+
+    @property
     def baseline(self) -> ConditionResults | None:
         """The condition to which differences are formed: the one that was named, else the first."""
-        named = [c for c in self.conditions if c.label == self.study.baseline] or self.conditions
+        name, compared = self.study.baseline, self.compared
+        named = [c for c in compared if c.label == name] or [c for c in compared if c.arm == name] or compared
         return named[0] if named else None
 
     def differences(self) -> dict[str, Summary]:
         """Loss of each other condition minus that of the baseline, paired by seed."""
         base, found = self.baseline, {}
-        for condition in self.conditions:
+        for condition in self.compared:
             if base is not None and condition is not base:
                 summary = paired(condition.numbers(loss_of), base.numbers(loss_of))
                 if summary is not None:
@@ -155,9 +161,9 @@ def collect(directory: str | Path) -> Findings:
 def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
     """The runs of a search, each with the values it tried in its label."""
     assert study.search is not None
-    found = []
-    for file in sorted(place.runs.glob("*/run.json")):
-        run = Run.of(read_json(file))
+    found, arms = [], list(study.arms)
+    runs = [Run.of(read_json(file)) for file in place.runs.glob("*/run.json")]
+    for run in sorted(runs, key=lambda run: (arms.index(run.arm) if run.arm in arms else len(arms), run.trial or 0)):
         if run.trial is not None:
             settings, tried = run.recipe.to_dict(), []
             for key in space_of(study.search.space):
