@@ -46,10 +46,11 @@ def in_place(model: nn.Module, replacement: Callable[[Tensor], Tensor | None]) -
     places = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
     unique = {id(tensor): tensor for _, _, tensor in places}
     found = {number: new for number, tensor in unique.items() if (new := replacement(tensor)) is not None}
+    # The others are left alone: FSDP2 may exchange sharded for gathered weights in the meantime.
+    places = [(table, name, tensor) for table, name, tensor in places if id(tensor) in found]
     try:
         for table, name, tensor in places:
-            if id(tensor) in found:
-                table[name] = found[id(tensor)]  # type: ignore[assignment]
+            table[name] = found[id(tensor)]  # type: ignore[assignment]
         yield
     finally:
         for table, name, tensor in places:
