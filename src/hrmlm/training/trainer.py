@@ -99,6 +99,8 @@ def derived_seed(*parts: int) -> int:
 
 def own_rows(batch: Batch, share: slice) -> Batch:
     """A process's share of the rows of a batch; if it has none, a row without targets, so that it takes part."""
+    if share.stop - share.start == len(batch.inputs_BL):
+        return batch  # with its number of targets, which on a GPU must not be counted again
     if share.start < share.stop:
         return Batch(batch.inputs_BL[share], batch.targets_BL[share])
     return Batch(batch.inputs_BL[:1], torch.full_like(batch.targets_BL[:1], IGNORE))
