@@ -28,7 +28,7 @@ def run(
 
     Example: hrmlm study run equal-param base.data.path=data/book --out runs/equal-param --jobs 2
     """
-    from hrmlm.console import ERRORS
+    from hrmlm.console import ERRORS, StudyBar
     from hrmlm.studies.runner import run_study
     from hrmlm.studies.spec import load_study
 
@@ -36,13 +36,7 @@ def run(
     directory = out or Path("runs/studies") / settings.name
     if dry_run:
         return _dry_run(settings, directory, jobs, measure, as_json)
-    outcome = run_study(
-        settings,
-        directory,
-        jobs=jobs,
-        retry_failed=retry_failed,
-        tell=lambda line: ERRORS.print(line, highlight=False, markup=False),
-    )
+    outcome = run_study(settings, directory, jobs=jobs, retry_failed=retry_failed, watch=StudyBar(settings.name))
     if as_json:
         print_json({"out": str(directory), **vars(outcome)})
     else:

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hrmlm.data.corpora import Usage
+from hrmlm.studies.watch import Running, Watch
 from hrmlm.training.profiling import Profile
 from hrmlm.training.recipe import Recipe
 from hrmlm.training.train import Reporter
@@ -81,6 +82,44 @@ class TrainingBar(Reporter):
     def stop(self) -> None:
         """See Reporter."""
         self._progress.stop()
+
+
+class StudyBar(Watch):
+    """A bar of all runs, with the steps of those that are going on; lines about runs that ended stay above it."""
+
+    def __init__(self, name: str) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[over]} of {task.fields[runs]} runs"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[running]}"),
+            console=ERRORS,
+            transient=True,
+            speed_estimate_period=600,  # runs of large and small models take turns
+        )
+        self._task = self._progress.add_task(escape(name), total=None, over=0, runs="–", running="")
+        self.wants_steps = ERRORS.is_terminal
+
+    def tell(self, line: str) -> None:
+        """See Watch."""
+        ERRORS.print(line, highlight=False, markup=False)
+
+    def now(self, over: int, total: int, running: Sequence[Running]) -> None:
+        """See Watch."""
+        parts = sum(one.step / one.steps for one in running if one.steps)
+        shown = escape("; ".join(f"{one.name}: step {one.step}/{one.steps}" for one in running))
+        self._progress.update(
+            self._task, total=total, completed=over + parts, over=over, runs=total, running=shown, refresh=True
+        )
+        self._progress.start()
+
+    def stop(self) -> None:
+        """See Watch."""
+        if self._progress.live.is_started:
+            self._progress.stop()
 
 
 def corpora_table(corpora: Sequence[Usage]) -> Table:

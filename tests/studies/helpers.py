@@ -1,5 +1,6 @@
 """Tiny studies over bytes, and a way to run them within the process of the test."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,25 @@ from hrmlm.studies.expand import Expansion, expand
 from hrmlm.studies.plan import plan
 from hrmlm.studies.search import TrialSource
 from hrmlm.studies.spec import Study
+from hrmlm.studies.watch import Running, Watch
 
 TINY = {"context": 32, "d_model": 32, "n_heads": 2}
+
+
+class Told(Watch):
+    """Keeps what people would see."""
+
+    wants_steps = True
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.seen: list[tuple[int, int, list[Running]]] = []
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+
+    def now(self, over: int, total: int, running: Sequence[Running]) -> None:
+        self.seen.append((over, total, list(running)))
 
 
 def settings(data: Path | str | None, **changes: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hrmlm.studies.runner import FixedRuns, _Child, _Runner, run_study
 from hrmlm.studies.search import PRUNE_AFTER, TrialSource
 from hrmlm.training.metrics import read_metrics
 from hrmlm.training.trainer import StepResult, Trainer
-from tests.studies.helpers import run_here, search_here, settings, study
+from tests.studies.helpers import Told, run_here, search_here, settings, study
 from tests.test_cli import Capture, call, refused
 from tests.training.helpers import environment, record, steps_done, wait_for
 
@@ -102,14 +102,14 @@ def test_each_run_that_ends_is_told_once_and_counted_in_turn(stopped: bool, data
     """A result lies on the disk a while before its process ends, and perhaps the study is stopped in between."""
     values = study(data, evaluation={"tokens": 50}, seeds=1, budget={"steps": 0})
     runs = run_here(values, tmp_path).runs()
-    place, told = StudyDirectory(tmp_path), list[str]()
-    runner = _Runner(place, FixedRuns(runs, place), 2, told.append)
+    place, watch = StudyDirectory(tmp_path), Told()
+    runner = _Runner(place, FixedRuns(runs, place), 2, watch)
     for run in runs:
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait()
         runner.children[run.id] = _Child(run, place.claims.take(run.id) or "", process)
     runner._stop_children() if stopped else runner._reap()
-    assert [line.split(",")[0] for line in told] == ["1/2 hrm", "2/2 plain"]
+    assert [line.split(",")[0] for line in watch.lines] == ["1/2 hrm", "2/2 plain"]
     assert place.claims.held() == []
 
 

@@ -197,7 +197,8 @@ def expand(study: Study) -> Expansion:
         except UserError as error:
             by_mistake.setdefault(str(error).removeprefix("recipe."), []).append(label)
     for mistake, where in by_mistake.items():
-        more = f" (and {len(where) - 1} more conditions)" if len(where) > 1 else ""
+        others = len(where) - 1
+        more = f" (and {others} more condition{'s' if others > 1 else ''})" if others else ""
         mistakes.append(f"{where[0]}{more}: {mistake}")
     mistakes += _label_mistakes(study, labels)
     if data is not None:
@@ -232,6 +233,9 @@ def _name_mistakes(study: Study) -> Iterator[str]:
         for key in flat(changes):
             if key.split(".")[0] not in FAIR:
                 yield f"variants.{name}: {key!r} is not among {', '.join(FAIR)}, which is all that a variant may change"
+    for name, arm in study.arms.items():
+        if arm.match is not None and isinstance(arm.match.to, str) and arm.match.to not in study.arms:
+            yield f"arms.{name}.match.to: unknown arm {arm.match.to!r}, {nearest(arm.match.to, study.arms)}"
     for where, key in _factor_keys(study):
         yield from _factor_mistakes(where, key, study)
     for key, values in flat(study.grid).items():
@@ -391,7 +395,7 @@ def _target(
 ) -> float:
     """The quantity of the arm that another one is to match."""
     if other not in study.arms:
-        raise UserError(f"match.to: unknown arm {other!r}, {nearest(other, study.arms)}")
+        raise _Told(other)
     if other in (*above, arm):
         raise _Circle(f"match.to: {other!r} is matched to {arm!r} in a circle; one of them needs a width of its own")
     try:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,8 +23,10 @@ from hrmlm.studies.expand import Expansion, Run, StudyMistakes, device_mistakes,
 from hrmlm.studies.plan import duration, measure_steps, plan
 from hrmlm.studies.search import TrialSource
 from hrmlm.studies.spec import Study
+from hrmlm.studies.watch import Running, Watch, last_step
 
 POLL_SECONDS = 0.2
+WATCH_SECONDS = 1.0
 DEATHS = 3
 """A run whose process is killed so often from outside, as by a lack of memory, has failed."""
 
@@ -89,17 +91,15 @@ class _Child:
     since: float = field(default_factory=time.monotonic)
 
 
-Tell = Callable[[str], None]
-
-
 def run_study(
-    study: Study, out: str | Path, *, jobs: int = 1, retry_failed: bool = False, tell: Tell = lambda line: None
+    study: Study, out: str | Path, *, jobs: int = 1, retry_failed: bool = False, watch: Watch | None = None
 ) -> Outcome:
     """Run whatever of the study is not finished yet.
 
-    jobs: processes at a time; retry_failed: try failed runs again; tell: takes lines for people.
+    jobs: processes at a time; retry_failed: try failed runs again; watch: shows people how far it is.
     Raises: UserError before the first run for a study that cannot be run, with all of its mistakes.
     """
+    watch = watch or Watch()
     if jobs < 1:
         raise UserError(f"--jobs {jobs}: at least 1 is needed")
     expansion = expand(study)
@@ -108,8 +108,8 @@ def run_study(
     TrialSource.check(study)
     place = StudyDirectory(out)
     for key, (before, now) in place.store(study).items():
-        tell(f"{key} was {before!r} and is {now!r} now; runs that it does not change are kept")
-    seconds = measured_steps(expansion, place, tell)
+        watch.tell(f"{key} was {before!r} and is {now!r} now; runs that it does not change are kept")
+    seconds = measured_steps(expansion, place, watch)
     source = source_of(expansion, place, seconds)
     steps = {c.label: expansion.steps_of(c, seconds) for c in expansion.conditions}
     conditions = [line.to_dict() for line in plan(expansion, {}, steps)]
@@ -117,10 +117,10 @@ def run_study(
     for run in source.all_runs():
         if retry_failed and place.error(run.id) is not None:
             source.retry(run)
-    return _Runner(place, source, jobs, tell).loop()
+    return _Runner(place, source, jobs, watch).loop()
 
 
-def measured_steps(expansion: Expansion, place: StudyDirectory, tell: Tell) -> dict[str, float] | None:
+def measured_steps(expansion: Expansion, place: StudyDirectory, watch: Watch) -> dict[str, float] | None:
     """Step times for a budget in seconds: measured once for all processes that share the study; None for others."""
     if expansion.study.budget.kind != "seconds":
         return None
@@ -128,7 +128,7 @@ def measured_steps(expansion: Expansion, place: StudyDirectory, tell: Tell) -> d
     missing = [c for c in expansion.conditions if c.label not in stored]
     if not missing:
         return stored
-    tell(f"measuring steps of {len(missing)} conditions: the budget is a time")
+    watch.tell(f"measuring steps of {len(missing)} conditions: the budget is a time")
     found = {label: timing.median for label, timing in measure_steps(missing, expansion).items()}
     return place.store_measured({**found, **stored})
 
@@ -149,16 +149,18 @@ def _named(run: Run) -> str:
 class _Runner:
     """One process's work on a study."""
 
-    def __init__(self, place: StudyDirectory, source: Source, jobs: int, tell: Tell) -> None:
-        self.place, self.source, self.jobs, self.tell = place, source, jobs, tell
+    def __init__(self, place: StudyDirectory, source: Source, jobs: int, watch: Watch) -> None:
+        self.place, self.source, self.jobs, self.watch = place, source, jobs, watch
         self.claims = place.claims
         self.children: dict[str, _Child] = {}
         self.deaths: dict[str, int] = {}
         self.stop = StopSignal()
         self.waiting = False
+        self.looked = 0.0
 
     def loop(self) -> Outcome:
         """Start runs and look after them until all are over, or a signal asks to stop."""
+        self.watch.tell(self._beginning())
         with self.stop.caught():
             try:
                 while self.stop.name is None:
@@ -167,10 +169,32 @@ class _Runner:
                     if not runs and not self.children:
                         break
                     self._start_some(runs)
+                    self._look()
                     time.sleep(POLL_SECONDS)
             finally:
+                self.watch.stop()
                 self._stop_children()
         return self._outcome()
+
+    def _beginning(self) -> str:
+        """What there is to do."""
+        runs = self.source.all_runs()
+        done = sum(self.place.is_done(run) for run in runs)
+        failed = sum(self._is_over(run) for run in runs) - done
+        before = f", {done} of them finished before" if done else ""
+        before += f", {failed} failed before (--retry-failed tries them again)" if failed else ""
+        return f"{self.source.total()} runs{before}; results in {self.place.path}"
+
+    def _look(self) -> None:
+        """Show how far all is, now and then: it reads files."""
+        if not self.watch.wants_steps or time.monotonic() - self.looked < WATCH_SECONDS:
+            return
+        self.looked = time.monotonic()
+        running = [
+            Running(_named(child.run), last_step(self.place.folder(child.run.id) / "train"), child.run.steps)
+            for child in self.children.values()
+        ]
+        self.watch.now(self._over(), self.source.total(), running)
 
     def _start_some(self, runs: list[Run]) -> None:
         for run in runs:
@@ -184,7 +208,7 @@ class _Runner:
             self._start(run, token)
         if runs and not self.children and not self.waiting:
             self.waiting = True
-            self.tell(f"waiting for {len(runs)} runs that other processes work on")
+            self.watch.tell(f"waiting for {len(runs)} runs that other processes work on")
 
     def _start(self, run: Run, token: str) -> None:
         self.place.describe(run)
@@ -215,23 +239,25 @@ class _Runner:
             self._died(run, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         elif code == worker.DONE and (result := self.place.result(run)) is not None:
             loss = "pruned" if result.get("pruned") else f"{result['loss']:.4f} nats per token"
-            self.tell(f"{self._count()} {_named(run)}: {loss} ({taken})")
+            self.watch.tell(f"{self._count()} {_named(run)}: {loss} ({taken})")
         elif (error := self.place.error(run.id)) is not None:
-            self.tell(f"{self._count()} {_named(run)} failed: {error.get('message')}")
+            self.watch.tell(f"{self._count()} {_named(run)} failed: {error.get('message')}")
 
     def _died(self, run: Run, how: str) -> None:
         self.deaths[run.id] = self.deaths.get(run.id, 0) + 1
         log = self.place.folder(run.id) / "log.txt"
         if self.deaths[run.id] < DEATHS:
-            return self.tell(f"{_named(run)}: its process ended by {how}; going on with it")
+            return self.watch.tell(f"{_named(run)}: its process ended by {how}; going on with it")
         message = f"its process ended {DEATHS} times by {how}, as for lack of memory; see {log}"
         worker.write_error(self.place, run.id, "ProcessDied", message)
-        self.tell(f"{_named(run)} failed: {message}")
+        self.watch.tell(f"{_named(run)} failed: {message}")
 
     def _count(self) -> str:
-        """Runs that are over, of all; those of ours count when they are told, so that no number comes twice."""
-        runs = self.source.all_runs()
-        return f"{sum(self._is_over(run) and run.id not in self.children for run in runs)}/{self.source.total()}"
+        return f"{self._over()}/{self.source.total()}"
+
+    def _over(self) -> int:
+        """Runs that are over; those of ours count when they are told, so that no number comes twice."""
+        return sum(self._is_over(run) and run.id not in self.children for run in self.source.all_runs())
 
     def _is_over(self, run: Run) -> bool:
         return self.place.is_done(run) or self.place.error(run.id) is not None
