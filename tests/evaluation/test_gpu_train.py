@@ -95,7 +95,7 @@ def test_versions_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     load("against").main([str(tmp_path / "src"), *arguments.split()])
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]["hrm_lm"]
     seconds = {name: 4 * 16 / rate for name, rate in row["tokens_per_second"].items()}
-    assert seconds["older"] - seconds["this"] == pytest.approx(0.3, abs=0.1)
+    assert seconds["older"] - seconds["this"] > 0.2  # a machine that is busy with other work may add to both
     assert row["this_over_older"] > 1
     assert row["last_loss"]["this"] == row["last_loss"]["older"]
 

@@ -39,6 +39,8 @@ def test_flops_of_the_depth_that_ran(family: str) -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 836e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),

@@ -8,7 +8,9 @@ from hrmlm.evaluation.cost import cost
 from hrmlm.models import LanguageModel
 
 PEAKS: dict[str, tuple[float, float]] = {
+    "GB200": (2500e12, 80e12),
     "B200": (2250e12, 75e12),
+    "H200 NVL": (836e12, 60e12),
     "H200": (989e12, 67e12),
     "H100 NVL": (835e12, 60e12),
     "H100 PCIe": (756e12, 51e12),
