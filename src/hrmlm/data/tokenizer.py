@@ -147,12 +147,15 @@ class ByteTokenizer(Tokenizer):
         super().__init__([bytes([byte]) for byte in range(256)] + [b""], 256, _digest({"type": _BYTES_TYPE}))
 
     def save(self, directory: str | Path) -> None:
+        """See Tokenizer."""
         write_atomic(Path(directory) / FILE_NAME, json.dumps({"type": _BYTES_TYPE}) + "\n")
 
     def encode(self, text: str | RawBytes) -> list[int]:
+        """See Tokenizer."""
         return list(text if not isinstance(text, str) else _utf8(text))
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See Tokenizer."""
         return [np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
 
 
@@ -182,9 +185,11 @@ class BpeTokenizer(Tokenizer):
             raise UserError(f"{where} turns ordinary text into special tokens; use another tokenizer or `bytes`")
 
     def save(self, directory: str | Path) -> None:
+        """See Tokenizer."""
         write_atomic(Path(directory) / FILE_NAME, self._backend.to_str())
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See Tokenizer."""
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
