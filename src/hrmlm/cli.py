@@ -110,7 +110,10 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bpe (train a byte-level BPE here), bytes, or the path of a tokenizer.json.")
+        str,
+        typer.Option(
+            help="bpe (train a byte-level BPE here), bytes, or a tokenizer.json or a directory that holds one."
+        ),
     ] = "bpe",
     vocab_size: Annotated[int, typer.Option(help="Entries of a trained tokenizer, end mark included.")] = 8192,
     valid_fraction: Annotated[float, typer.Option(help="Share of the bytes that goes into the split `valid`.")] = 0.05,

@@ -16,7 +16,6 @@ from hrmlm.models.base import Positive
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
-
 def _number(value: Any) -> Any:
     """Refuse true and false, which pydantic takes for 1 and 0."""
     if isinstance(value, bool):
