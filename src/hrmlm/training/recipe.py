@@ -16,7 +16,7 @@ from hrmlm.models.base import Positive
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
-def _number(value: Any) -> Any:
+def _no_bool(value: Any) -> Any:
     """Refuse true and false, which pydantic takes for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("expected a number")
@@ -25,9 +25,10 @@ def _number(value: Any) -> Any:
 
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PerStep = Annotated[int, Field(gt=0, le=1 << 20, strict=True)]  # more would be a slip: a step that never ends
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
-Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
-PositiveFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 
 
 class CorpusConfig(StrictConfig):
@@ -73,7 +74,7 @@ class OptimizerConfig(StrictConfig):
     lr: PositiveFloat = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = 0.1
+    weight_decay: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.1
     clip: PositiveFloat = 1.0
     muon_lr: PositiveFloat | None = None
     muon_momentum: Beta = 0.95
@@ -117,7 +118,7 @@ class TrainingConfig(StrictConfig):
     device: str = "cpu"
     precision: Literal["float32", "bfloat16", "bfloat16_weights"] = "float32"
     compile: Literal["none", "block", "application"] = "none"
-    peak_flops: Annotated[float, BeforeValidator(_number), Field(ge=1e6, le=1e18)] | None = None
+    peak_flops: Annotated[Number, Field(ge=1e6, le=1e18)] | None = None
     loss_chunk: Positive | None = None
     checkpoint_activations: bool = False
     eval_every: NotNegative = 250
@@ -157,7 +158,7 @@ class ParallelConfig(StrictConfig):
     process that does not answer ends the run."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    timeout: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e9)] = 600.0
+    timeout: Annotated[Number, Field(gt=0, le=1e9)] = 600.0
 
 
 class Recipe(StrictConfig):
