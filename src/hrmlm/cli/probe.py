@@ -1,6 +1,5 @@
-"""Commands that study a trained model, and the import of released weights."""
+"""`hrmlm probe`: commands that study a trained model."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hrmlm.cli.common import Json, evaluator, print_json, warn_of_depth
 from hrmlm.errors import UserError
 
 if TYPE_CHECKING:
     from hrmlm.checkpoint import Checkpoint
-    from hrmlm.evaluation.report import LossReport
     from hrmlm.evaluation.speed import Run, Speed
     from hrmlm.models import LanguageModel
 
@@ -23,17 +22,6 @@ MOST_NUMBERS = 1000
 """A list of settings is not longer: each is evaluated."""
 
 Seconds = Annotated[float, typer.Option(min=0, help="About how long to measure the speed of decoding (0: not at all).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
-
-
-def print_json(value: Any) -> None:
-    """One line of JSON, in characters that standard output has."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # a terminal without these characters, or a file name that is not UTF-8
-        text = json.dumps(value)
-    print(text)
 
 
 def _deliver(study: Any, result: Any, out: Path | None, as_json: bool) -> None:
@@ -79,7 +67,6 @@ def depth(
     from hrmlm.evaluation import depth as study
     from hrmlm.evaluation.agreement import agreements
     from hrmlm.evaluation.picture import check_out
-    from hrmlm.steps import depth_warning
     from hrmlm.training.run import resolve_checkpoint
 
     if out is not None:
@@ -88,8 +75,8 @@ def depth(
     model = load_model(source)
     settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
     chosen = _numbers(depths, int, "--depths")
-    if chosen and (warning := depth_warning(model, max(chosen))):
-        print(f"warning: {warning}", file=sys.stderr)
+    if chosen:
+        warn_of_depth(model, max(chosen))
     settings["progress"] = sys.stderr.isatty()
     result = study.probe_depth(
         model,
@@ -194,24 +181,6 @@ def _speeds(
     return lambda runs: decode_speeds(model, _stream(source, data, split, MOST_IDS), runs, seconds=seconds)
 
 
-def evaluator(model: "LanguageModel", source: "Checkpoint", data: Path, split: str) -> "Callable[..., LossReport]":
-    """What scores the model on prepared data or a text file. Raises: UserError for data of another tokenizer."""
-    from hrmlm.checkpoint import load_tokenizer
-    from hrmlm.data.tokens import PreparedData
-    from hrmlm.evaluation.loss import evaluate_data, evaluate_file
-
-    tokenizer = load_tokenizer(source)
-    if not data.is_dir():
-        return partial(evaluate_file, model, data, tokenizer, checkpoint=str(source.path))
-    prepared = PreparedData.open(data)
-    if prepared.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"{source.path} was trained with tokenizer {tokenizer.fingerprint} and {data} was prepared with "
-            f"{prepared.tokenizer.fingerprint}; prepare the text with --tokenizer {source.path}/tokenizer.json"
-        )
-    return partial(evaluate_data, model, prepared, split, checkpoint=str(source.path), data_path=str(data))
-
-
 def _stream(source: "Checkpoint", data: Path, split: str, first_tokens: int | None) -> Any:
     """The ids that the evaluator scores, with the end-of-text mark in front."""
     import numpy as np
@@ -245,27 +214,3 @@ def _numbers(text: str | None, kind: type, option: str) -> Any:
         example = "1,2,4 or 1..8" if kind is int else "0.5,0.9"
         raise UserError(f"{option} {text!r} is not a list of numbers such as {example}") from None
     return numbers
-
-
-def import_command(
-    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help="Whose files they are: cosmicfish.")],
-    weights: Annotated[Path, typer.Option(help="The released weights, a .safetensors file.")],
-    config: Annotated[Path, typer.Option(help="The configuration released with them, a JSON file.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint directory to write; it must not exist.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json to store with it.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Turn released weights into a checkpoint of this library.
-
-    Example: hrmlm import cosmicfish --weights model.safetensors --config config.json --out runs/cosmicfish
-    """
-    from hrmlm.importing import import_weights
-
-    model = import_weights(format_name, weights, config, out, tokenizer)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if as_json:
-        facts = {"out": str(out), "parameters": parameters, "model": model.config.model_dump(mode="json")}
-        return print_json(facts)
-    print(f"{out}: {parameters:,} parameters, {model.config.family}")
-    if tokenizer is None:
-        print("It holds no tokenizer: generate and evaluate need one, import again with --tokenizer.", file=sys.stderr)

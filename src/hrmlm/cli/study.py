@@ -1,11 +1,11 @@
-"""Commands that run studies and report on them."""
+"""`hrmlm study`: commands that run studies and report on them."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hrmlm.cli_probe import Json, print_json
+from hrmlm.cli.common import Json, print_json
 from hrmlm.errors import UserError
 
 study = typer.Typer(help="Run studies: grids of trainings, compared in a report.", no_args_is_help=True)
