@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_cached(place: Path, capsys: Capture) -> None:
 
 def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    data = ("--data", place / "text.txt", "--tokens", 60)
+    data = ("--data", place / "text.txt", "--tokens", 60, "--seconds", 0)
     settings = ("probe", "depth", place / "fish", *data, "--thresholds", "0.3,0.9", "--depths", "1..2,4")
     result = answer(capsys, *settings, "--out", tmp_path / "out")
     names = ["as trained", "threshold 0.3", "threshold 0.9", "depth 1", "depth 2", "depth 4"]
@@ -127,7 +127,7 @@ def test_probe_depth(place: Path, capsys: Capture, tmp_path: Path) -> None:
     output = capsys.readouterr().out
     assert "threshold 0.9" in output
     assert "accepted" in output
-    fixed = answer(capsys, "probe", "depth", place / "fixed", *data, "--exits", "", "--seconds", 0)
+    fixed = answer(capsys, "probe", "depth", place / "fixed", *data, "--exits", "")
     assert [point["mean_steps"] for point in fixed["points"]] == [4, *range(1, 9)]
     assert fixed["points"][0]["agreement"] is None
     assert fixed["points"][4]["agreement"] == {"positions": 60, "greedy": 1.0, "acceptance": pytest.approx(1.0)}
@@ -175,7 +175,9 @@ def test_probe_of_a_file_whose_name_looks_like_markup(place: Path, tmp_path: Pat
     text.parent.mkdir(parents=True)
     text.write_text(TEXT)
     capsys.readouterr()
-    assert call("probe", "depth", place / "fish", "--data", text, "--thresholds", "", "--depths", "1") == 0
+    assert (
+        call("probe", "depth", place / "fish", "--data", text, "--thresholds", "", "--depths", "1", "--seconds", 0) == 0
+    )
     assert "depth 1" in capsys.readouterr().out
 
 
@@ -184,7 +186,7 @@ def test_json_of_a_probe_is_json_on_a_terminal_without_umlauts(place: Path, tmp_
     text.write_text(TEXT)
     command = [sys.executable, "-m", "hrmlm", "probe", "depth", place / "fish", "--data", text, "--json"]
     done = subprocess.run(
-        [*command, "--thresholds", "", "--depths", "1"],
+        [*command, "--thresholds", "", "--depths", "1", "--seconds", "0"],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         check=True,

@@ -31,17 +31,17 @@ def benchmark() -> Any:
     return module
 
 
-SMALL = "--batches 1 2 --contexts 8 16 --vocab-size 64 --rounds 3 --warmup 1 --threads 1"
+SMALL = "--batches 1 2 --contexts 8 --vocab-size 64 --rounds 3 --warmup 1 --threads 1"
 
 
 def test_cases(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--widths", "64", *SMALL.split()])
     output = capsys.readouterr().out
     result = json.loads(output.splitlines()[-1])
-    assert [(case["batch"], case["context"]) for case in result["cases"]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    assert [(case["batch"], case["context"]) for case in result["cases"]] == [(1, 8), (2, 8)]
     for case in result["cases"]:
         assert all(row["milliseconds"] > 0 for row in case["rows"].values())
-        assert ("hrm_lm, recomputed" in case["rows"]) == (case["batch"] == 1 and case["context"] == 16)
+        assert ("hrm_lm, recomputed" in case["rows"]) == (case["batch"] == 1)
         body, bare = (case["rows"][name]["milliseconds"] for name in ("hrm_lm body", "bare products"))
         assert body > bare
         assert case["memory"]["hrm_lm"]["cache_bytes"] == 17 * 2 * 4 * 64 * case["batch"] * case["context"]
