@@ -2,11 +2,22 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hrmlm.errors import UserError
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuse true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Positive = Annotated[int, Field(gt=0, lt=1 << 40, strict=True)]  # strict: neither true nor "3" is a number of steps
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

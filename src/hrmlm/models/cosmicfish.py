@@ -19,14 +19,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hrmlm.config import Number, Positive
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
-from hrmlm.models.base import INIT_STD, ModelConfig, Positive
+from hrmlm.models.base import INIT_STD
 from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP, States
 from hrmlm.models.cache import KVCache
 from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
+from hrmlm.models.settings import ModelConfig
 
 
 class CosmicFishConfig(ModelConfig, HaltingConfig):
@@ -44,7 +46,7 @@ class CosmicFishConfig(ModelConfig, HaltingConfig):
     L_cycles: Positive = 2
     max_steps: Positive = 16
     halting: Literal["token", "sequence"] = "token"
-    sequence_bias: Annotated[float, Field(allow_inf_nan=False)] = 0.35
+    sequence_bias: Annotated[Number, Field(allow_inf_nan=False)] = 0.35
     positions: Literal["rotary", "learned"] = "rotary"
     mlp: Literal["swiglu", "gelu"] = "swiglu"
 

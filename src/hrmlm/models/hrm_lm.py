@@ -17,9 +17,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hrmlm.models.base import INIT_STD, LanguageModel, Positive, RecurrentConfig
+from hrmlm.config import Number, Positive
+from hrmlm.models.base import INIT_STD, LanguageModel
 from hrmlm.models.blocks import Application, ForwardCall, Linear, States
 from hrmlm.models.registry import register
+from hrmlm.models.settings import RecurrentConfig
 
 
 class HRMConfig(RecurrentConfig):
@@ -32,7 +34,7 @@ class HRMConfig(RecurrentConfig):
     n_passes: Positive = 1
     gate: Literal["gru", "update_only", "none"] = "gru"
     readout: Literal["sum", "slow", "fast"] = "sum"
-    prototype_std: Annotated[float, Field(gt=0)] = INIT_STD
+    prototype_std: Annotated[Number, Field(gt=0)] = INIT_STD
 
     @property
     def total_steps(self) -> int:

@@ -21,10 +21,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hrmlm.config import Number, Positive
 from hrmlm.data.batch import Batch
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
-from hrmlm.models.base import ModelConfig, PartialLoss, Positive, Probability
+from hrmlm.models.base import PartialLoss
 from hrmlm.models.blocks import Application, ApplicationStats, Block, ForwardCall, States, call_at
 from hrmlm.models.cache import KVCache, Placement
 from hrmlm.models.cache_policy import FULL, CachePolicy
@@ -32,6 +33,7 @@ from hrmlm.models.halting import ExitRule, HaltingConfig, HaltingHead
 from hrmlm.models.losses import text_loss
 from hrmlm.models.memory import KeysValues, Memory, MemoryMonitor, MemoryState
 from hrmlm.models.registry import register
+from hrmlm.models.settings import ModelConfig, Probability
 
 SATURATED = (0.001, 0.95)
 """A level whose mean gate is outside stands still, or forgets all of its past with every segment."""
@@ -53,13 +55,13 @@ class MemoryHRMConfig(ModelConfig, HaltingConfig):
     iterations: Positive = 8
     segment: Positive = 64
     slots: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 8, 16)
-    gate_bias: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
+    gate_bias: tuple[Annotated[Number, Field(allow_inf_nan=False)], ...] | None = None
     memory_dim: Positive | None = None
     memory_heads: Positive | None = None
     memory_bptt: Annotated[int, Field(ge=2, strict=True)] = 2
-    auxiliary_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    auxiliary_weight: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.1
     curriculum_start: Positive | None = None
-    curriculum_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    curriculum_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.5
     step_conditioning: Literal["none", "film", "lora"] = "none"
     lora_rank: Positive = 8
     write_dropout: Probability = 0.0

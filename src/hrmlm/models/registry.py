@@ -9,7 +9,8 @@ from typing import Any
 
 from hrmlm.config import nearest
 from hrmlm.errors import UserError
-from hrmlm.models.base import LanguageModel, ModelConfig
+from hrmlm.models.base import LanguageModel
+from hrmlm.models.settings import ModelConfig
 
 _FAMILIES: dict[str, tuple[type[ModelConfig], type[LanguageModel]]] = {}
 

@@ -7,10 +7,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from hrmlm.config import Positive
 from hrmlm.errors import UserError
-from hrmlm.models.base import LanguageModel, ModelConfig, Positive
+from hrmlm.models.base import LanguageModel
 from hrmlm.models.blocks import Application, ForwardCall, States
 from hrmlm.models.registry import register
+from hrmlm.models.settings import ModelConfig
 
 
 class TransformerConfig(ModelConfig):

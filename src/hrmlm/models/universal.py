@@ -11,12 +11,13 @@ from typing import Literal
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from hrmlm.config import Positive
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
-from hrmlm.models.base import Positive, RecurrentConfig
 from hrmlm.models.blocks import Application, ForwardCall, States
 from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
+from hrmlm.models.settings import RecurrentConfig
 
 
 class UniversalConfig(RecurrentConfig, HaltingConfig):

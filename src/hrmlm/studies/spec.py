@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from hrmlm.config import StrictConfig, nearest
+from hrmlm.config import Positive, StrictConfig, nearest
 from hrmlm.errors import UserError
-from hrmlm.models.base import Positive
 from hrmlm.training.recipe import RECIPES, NotNegative, PositiveFloat, parse_override, read_yaml, set_at
 
 STUDIES = RECIPES / "studies"

@@ -6,26 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hrmlm.config import StrictConfig, nearest
+from hrmlm.config import Number, Positive, StrictConfig, nearest
 from hrmlm.errors import UserError
 from hrmlm.models import ModelConfig, model_config
-from hrmlm.models.base import Positive
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
-
-def _no_bool(value: Any) -> Any:
-    """Refuse true and false, which pydantic takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PerStep = Annotated[int, Field(gt=0, le=1 << 20, strict=True)]  # more would be a slip: a step that never ends
-Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
