@@ -10,12 +10,10 @@ runs once and of one outer step, by a straight line; it predicts the largest dep
 Prints a card for people; the last line is JSON for programs.
 """
 
-import argparse
 import copy
 import json
 import platform
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.errors import UserError
 from hrmlm.evaluation.timing import Timing, interleaved
 from hrmlm.inference.packing import packed
@@ -52,20 +51,15 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark. Mistakes end it with one line and exit code 2."""
-    try:
+    with told_in_one_line():
         options = parse(arguments)
         timings = run(options)
         report(options, timings)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--preset", default="cosmicfish-82m", help="recipe of a model that learns its depth")
     add("--length", type=int, default=256, help="tokens of context, the new one included")

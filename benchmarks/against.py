@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from common import parser_of, told_in_one_line
+
 MODELS: dict[str, dict[str, Any]] = {
     "hrm_lm": {"n_cycles": 2, "fast_steps": 2},
     "transformer": {"n_layers": 4},
@@ -35,22 +37,17 @@ def main(arguments: list[str] | None = None) -> None:
         return serve()
     from hrmlm.errors import UserError
 
-    try:
+    with told_in_one_line():
         if not 0 < options.warmup < options.rounds:
             raise UserError(f"{options.rounds} rounds with a warm-up of {options.warmup} leave nothing to measure")
         if not (options.older / "hrmlm" / "__init__.py").is_file():
             raise UserError(f"{options.older} holds no hrmlm; give the directory src of an older checkout")
         report(options, {model: compare(options, model) for model in options.models})
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("older", type=Path, nargs="?", default=Path("../older/src"), help="directory src of the older version")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))

@@ -20,13 +20,11 @@ Transformer of 4 layers of its size; the tokens must be identical.
 Prints cards for people; the last line is JSON for programs.
 """
 
-import argparse
 import gc
 import json
 import platform
 import resource
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -40,6 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.errors import UserError
 from hrmlm.evaluation.timing import Timing, interleaved
 from hrmlm.inference import Completion, GenerationOptions, Generator
@@ -81,18 +80,13 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark. Mistakes end it with one line and exit code 2."""
-    try:
+    with told_in_one_line():
         run(parse(arguments), Console())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--widths", type=int, nargs="*", default=[256, 512], help="none: only the checkpoint")
     add("--batches", type=int, nargs="+", default=[1, 8])

@@ -12,7 +12,6 @@ card for people; the last line is JSON for programs. MFU: training FLOPs by the 
 by the dense peak of the device in the precision that is computed in.
 """
 
-import argparse
 import gc
 import json
 import platform
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.data.prepare import prepare
 from hrmlm.data.tokens import PreparedData, TokenWindows, loader
 from hrmlm.errors import UserError
@@ -72,20 +72,15 @@ class Options:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark. Mistakes end it with one line and exit code 2."""
     options = parse(arguments)
-    try:
+    with told_in_one_line():
         check(options)
         with tempfile.TemporaryDirectory() as scratch:
             report(options, run(options, open_data(options, Path(scratch))))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--widths", type=int, nargs="+", default=[512, 1024, 2048], help="D, widths of the models")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))

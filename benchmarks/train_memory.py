@@ -10,10 +10,8 @@ backward pass and the loss in chunks.
 Prints a card for people; the last line is JSON for programs.
 """
 
-import argparse
 import json
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.errors import UserError
 from hrmlm.evaluation.measured_memory import measure
 from hrmlm.evaluation.training_memory import PeakMemory, predict
@@ -64,18 +63,13 @@ class Row:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark. Mistakes end it with one line and exit code 2."""
     options = parse(arguments)
-    try:
+    with told_in_one_line():
         report(options, run(options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--d-model", type=int, default=128)
     add("--length", type=int, default=128, help="tokens per sequence")

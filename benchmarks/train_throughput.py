@@ -9,10 +9,8 @@ by the rule of `hrmlm.evaluation.cost`, for `hrm_text` from the shapes of its ow
 Prints a card for people; the last line is JSON for programs. Without the library transformers, `hrm_text` is skipped.
 """
 
-import argparse
 import json
 import platform
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.data.batch import Batch
 from hrmlm.errors import UserError
 from hrmlm.evaluation.cost import cost, cost_of
@@ -78,18 +77,13 @@ class Contender:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark. Mistakes end it with one line and exit code 2."""
     options = parse(arguments)
-    try:
+    with told_in_one_line():
         report(options, *run(options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(arguments: list[str] | None) -> Options:
     """Options from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--d-model", type=int, default=512, help="width of all models")
     add("--length", type=int, default=256, help="tokens per sequence")

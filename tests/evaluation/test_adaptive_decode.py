@@ -1,9 +1,7 @@
 """The benchmark of decoding with learned depth: its prediction, and that it runs the steps it says (R35, R60)."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +9,14 @@ import pytest
 import yaml
 
 from hrmlm.evaluation.timing import Timing
+from tests.benchmarks import load_benchmark
 from tests.families import FAMILIES
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "adaptive_decode.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("adaptive_decode", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("adaptive_decode")
 
 
 def recipe(directory: Path, family: str) -> str:

@@ -1,8 +1,6 @@
 """The benchmark of decoding: its cards, its line of JSON, and that what it calls identical is (R60)."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,14 @@ from hrmlm.checkpoint import save_checkpoint
 from hrmlm.data.prepare import prepare
 from hrmlm.inference.packing import can_pack
 from hrmlm.models.blocks import Linear
+from tests.benchmarks import load_benchmark
 from tests.inference.helpers import BYTES, small_model
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "decode_latency.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("decode_latency", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("decode_latency")
 
 
 SMALL = "--batches 1 2 --contexts 8 --vocab-size 64 --rounds 3 --warmup 1 --threads 1"

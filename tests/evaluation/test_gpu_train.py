@@ -1,9 +1,7 @@
 """The GPU benchmark at toy size on the CPU, and the comparison with an older version (R60)."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,11 @@ import torch
 
 from hrmlm.data.prepare import prepare
 from hrmlm.evaluation.cost import cost_of
+from tests.benchmarks import load_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = "--device cpu --widths 32 --length 16 --batch-size 4 --steps 24 --warmup 4 --workers 0 --compile none"
 SMALL = TOY.split()
-
-
-def load(name: str) -> Any:
-    """A benchmark as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trains_all_models_and_tells(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = load("gpu_train")
+    benchmark = load_benchmark("gpu_train")
     benchmark.main([*SMALL, "--data", str(data), "--peak-flops", "1e10", "--set", "optimizer.clip=2"])
     output = capsys.readouterr().out
     assert "none of them padding" in " ".join(output.split())
@@ -57,7 +45,7 @@ def test_trains_all_models_and_tells(data: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_does_not_fit_gets_smaller_batches(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = load("gpu_train")
+    benchmark = load_benchmark("gpu_train")
     options = benchmark.parse([*SMALL, "--data", str(data)])
     tried = []
 
@@ -78,7 +66,7 @@ def test_what_does_not_fit_gets_smaller_batches(data: Path, monkeypatch: pytest.
 
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        load("gpu_train").main([*SMALL, "--warmup", "20"])
+        load_benchmark("gpu_train").main([*SMALL, "--warmup", "20"])
     assert stopped.value.code == 2
     assert "fewer than the 10 that are timed together" in capsys.readouterr().err
 
@@ -92,7 +80,7 @@ def test_versions_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert text.count(begin) == 1
     trainer.write_text(text.replace(begin, f"{begin}        time.sleep(0.3)\n"))
     arguments = "--d-model 32 --length 16 --vocab-size 64 --threads 1 --rounds 3 --warmup 1 --steps 2 --models hrm_lm"
-    load("against").main([str(tmp_path / "src"), *arguments.split()])
+    load_benchmark("against").main([str(tmp_path / "src"), *arguments.split()])
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]["hrm_lm"]
     seconds = {name: 4 * 16 / rate for name, rate in row["tokens_per_second"].items()}
     assert seconds["older"] - seconds["this"] > 0.2  # a machine that is busy with other work may add to both
@@ -102,5 +90,5 @@ def test_versions_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load("against").main([str(tmp_path)])
+        load_benchmark("against").main([str(tmp_path)])
     assert "holds no hrmlm" in capsys.readouterr().err

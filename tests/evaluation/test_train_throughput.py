@@ -1,6 +1,5 @@
 """The training benchmark: its FLOPs, its comparisons, its refusals (R60)."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hrmlm.evaluation.cost import cost_of
+from tests.benchmarks import load_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_throughput.py"
@@ -36,13 +36,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("train_throughput", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("train_throughput")
 
 
 def test_it_ends_with_one_line_of_json_and_needs_no_other_library(

@@ -1,27 +1,20 @@
 """The measurement of endless generation: as many tokens as asked for, a state that does not grow."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from hrmlm.checkpoint import save_checkpoint
+from tests.benchmarks import load_benchmark
 from tests.families import FAMILIES
 from tests.inference.helpers import BYTES, small_model
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "state_memory.py"
 CARRYING = next(name for name in FAMILIES if small_model(name).carries_state)
 
 
 def test_state_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("state_memory", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    script = load_benchmark("state_memory")
     save_checkpoint(tmp_path / "model", small_model(CARRYING), tokenizer=BYTES)
     script.main([str(tmp_path / "model"), "--marks", "5", "90", "30"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
