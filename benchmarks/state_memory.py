@@ -8,9 +8,7 @@ each of `--marks` tokens: bytes of the state, and resident memory of the process
 Prints a table for people; the last line is JSON for programs.
 """
 
-import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hrmlm
+from common import parser_of, told_in_one_line
 from hrmlm.errors import UserError
 from hrmlm.inference.packing import packed
 from hrmlm.inference.rows import GenerationOptions
@@ -28,19 +27,14 @@ STRETCH = 500
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the measurement. Mistakes end it with one line and exit code 2."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", help="checkpoint or run directory")
     parser.add_argument("--marks", type=int, nargs="+", default=[100, 1000, 5000, 20000], help="numbers of new tokens")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    try:
+    with told_in_one_line():
         rows = run(options.checkpoint, sorted(set(options.marks)), options.temperature, options.seed)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     table = Table(title=f"State and process, {options.checkpoint}", title_justify="left")
     for column in ("tokens", "state, bytes", "process, MiB", "tokens/s"):
         table.add_column(column, justify="right")
