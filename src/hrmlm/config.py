@@ -45,6 +45,11 @@ class StrictConfig(BaseModel):
         except ValidationError as error:
             raise UserError("; ".join(_explain(cls, item, where) for item in _causes(error.errors()))) from None
 
+    @classmethod
+    def hint(cls, key: str) -> str:
+        """What to say of an unknown key."""
+        return nearest(key, cls.model_fields)
+
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some values changed."""
         return self.parse({**self.model_dump(), **changes}, type(self).__name__)
@@ -56,12 +61,13 @@ def _causes(items: list[Any]) -> list[Any]:
     return [item for item in items if item["type"] != "too_short" or item["loc"] not in wrong]
 
 
-def _explain(cls: type[BaseModel], item: Any, where: str) -> str:
+def _explain(cls: type[StrictConfig], item: Any, where: str) -> str:
     """One line for one pydantic error."""
     path = [str(part) for part in item["loc"]]
     name = ".".join([where, *path])
     if item["type"] == "extra_forbidden":
-        return f"{name}: unknown key, {nearest(path[-1], _fields_at(cls, path[:-1]))}"
+        section = _section_at(cls, path[:-1])
+        return f"{name}: unknown key" + ("" if section is None else f", {section.hint(path[-1])}")
     message = item["msg"].removeprefix("Value error, ")
     if not path:  # a check of several fields, which names them itself
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
@@ -78,15 +84,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
-    """Names of the fields of the sub-configuration at `path`."""
+def _section_at(cls: type[StrictConfig], path: list[str]) -> type[StrictConfig] | None:
+    """The sub-configuration at `path`; None where there is none."""
     for part in path:
         if part.isdigit():  # a place in a list of sections, whose kind was found one step before
             continue
         field = cls.model_fields.get(part)
         kinds = () if field is None else get_args(field.annotation) or (field.annotation,)  # a section may be optional
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, StrictConfig)]
         if not sections:
-            return []
+            return None
         cls = sections[0]
-    return list(cls.model_fields)
+    return cls

@@ -1,11 +1,12 @@
 """What the command line draws: the progress of a training run, and tables about it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from hrmlm.data.corpora import Usage
 from hrmlm.studies.watch import Running, Watch
@@ -84,23 +85,34 @@ class TrainingBar(Reporter):
         self._progress.stop()
 
 
+class _StudyProgress(Progress):
+    """A bar, and a line below it on what is going on: beside the bar there is no room in a terminal of 80 columns."""
+
+    running = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See Progress."""
+        yield self.make_tasks_table(self.tasks)
+        if self.running:
+            yield Text(self.running, style="dim", no_wrap=True, overflow="ellipsis")
+
+
 class StudyBar(Watch):
     """A bar of all runs, with the steps of those that are going on; lines about runs that ended stay above it."""
 
     def __init__(self, name: str) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
+        self._progress = _StudyProgress(
+            TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, max_width=24)),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[over]} of {task.fields[runs]} runs"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[running]}"),
             console=ERRORS,
             transient=True,
             speed_estimate_period=600,  # runs of large and small models take turns
         )
-        self._task = self._progress.add_task(escape(name), total=None, over=0, runs="–", running="")
+        self._task = self._progress.add_task(escape(name), total=None, over=0, runs="–")
         self.wants_steps = ERRORS.is_terminal
 
     def tell(self, line: str) -> None:
@@ -110,10 +122,8 @@ class StudyBar(Watch):
     def now(self, over: int, total: int, running: Sequence[Running]) -> None:
         """See Watch."""
         parts = sum(one.step / one.steps for one in running if one.steps)
-        shown = escape("; ".join(f"{one.name}: step {one.step}/{one.steps}" for one in running))
-        self._progress.update(
-            self._task, total=total, completed=over + parts, over=over, runs=total, running=shown, refresh=True
-        )
+        self._progress.running = "; ".join(f"{one.name}: {one.told}" for one in running)
+        self._progress.update(self._task, total=total, completed=over + parts, over=over, runs=total, refresh=True)
         self._progress.start()
 
     def stop(self) -> None:

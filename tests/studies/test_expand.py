@@ -167,6 +167,8 @@ def test_too_little_text_for_a_window(data: Path) -> None:
         ({"budget": {"steps": 1, "tokens": 5}}, "got steps, tokens"),
         ({"budget": {"step": 1}}, "study.budget.step: unknown key, did you mean 'steps'?"),
         ({"seeds": []}, "at least one, and none twice"),
+        ({"seeds": 0}, "study.seeds: expected how many (1 to 1000), or a list of them such as [0, 1, 2] (got 0)"),
+        ({"seeds": True}, "study.seeds: expected how many"),
         ({"seeds": [1, 1]}, "none twice"),
         ({"arms": {}}, "study.arms"),
         ({"arms": {"a, b": {"model": {}}}}, "study.arms"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import statistics
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,10 +18,12 @@ from hrmlm.studies.collect import Findings, collect, loss_of
 from hrmlm.studies.document import Code, Fold, Heading, Items, Table, Text, html, markdown
 from hrmlm.studies.measures import frozen, roles, zero_input
 from hrmlm.studies.report import build, write
+from hrmlm.studies.runner import run_study
 from hrmlm.studies.statistics import t_quantile
 from hrmlm.training.recipe import load_recipe
 from hrmlm.training.train import train
 from tests.studies.helpers import run_here, search_here, study
+from tests.test_cli import call
 from tests.training.helpers import tiny
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -188,11 +191,91 @@ def test_search_reports_the_best_of_each_arm_and_warns(data: Path, tmp_path: Pat
     findings = collect(out)
     best = findings.best_by_arm()
     assert {arm: c.label for arm, c in best.items()} == {"hrm": "hrm, lr=0.01", "plain": "plain, lr=0.01"}
-    assert findings.baseline is best["hrm"]
+    assert findings.baseline == "hrm, lr=0.01"
     assert findings.differences().keys() == {"plain, lr=0.01"}, "the best of each arm, not every trial with the first"
     text = " ".join(findings.summary())
     assert "best of 2" in text
     assert "flatters" in text
+
+
+def test_a_published_figure_stands_beside_the_best_of_its_arm(data: Path, tmp_path: Path) -> None:
+    """Not beside the first that was tried, and it says of how many it is the best."""
+    item = {"condition": "hrm", "value": 1.0, "what": "a figure", "setting": "s", "source": "a paper"}
+    space = {"optimizer.lr": [1e-5, 1e-2]}
+    values = study(data, seeds=1, budget={"steps": 6}, search={"space": space}, published=[item])
+    run_here(values, tmp_path / "out")
+    findings = collect(tmp_path / "out")
+    best = findings.best_by_arm()["hrm"].loss
+    assert best is not None
+    (row,) = [line for line in markdown("t", build(findings)).splitlines() if line.startswith("| a figure |")]
+    assert f"| {best.mean:.3f} |" in row
+    assert "lr=0.01: D = 32," in row
+    assert "best of 2 finished settings" in row
+
+
+GRID = {"grid": {"optimizer.lr": [1e-5, 1e-2]}, "seeds": 3, "budget": {"steps": 4}, "evaluation": {"tokens": 50}}
+
+
+@pytest.mark.parametrize("baseline", [None, "plain"])
+def test_arms_of_a_grid_are_compared_at_the_same_settings(baseline: str | None, data: Path, tmp_path: Path) -> None:
+    run_here(study(data, **GRID, baseline=baseline), tmp_path / "out")
+    findings = collect(tmp_path / "out")
+    base, other = ("hrm", "plain") if baseline is None else ("plain", "hrm")
+    losses = {c.label: c.numbers(loss_of) for c in findings.conditions}
+    differences = findings.differences()
+    assert differences.keys() == {f"{other}, lr=1e-05", f"{other}, lr=0.01"}
+    for label, difference in differences.items():
+        theirs = losses[label.replace(other, base)]
+        assert difference.mean == pytest.approx(statistics.fmean(losses[label][s] - theirs[s] for s in range(3)))
+    assert f"{base} with the same settings" in markdown("t", build(findings))
+
+
+def test_a_named_condition_is_the_baseline_of_all(data: Path, tmp_path: Path) -> None:
+    run_here(study(data, **{**GRID, "seeds": 1}, baseline="plain, lr=0.01"), tmp_path / "out")
+    findings = collect(tmp_path / "out")
+    assert findings.baseline == "plain, lr=0.01"
+    assert findings.differences().keys() == {"hrm, lr=1e-05", "hrm, lr=0.01", "plain, lr=1e-05"}
+
+
+def test_the_printed_commands_give_the_number_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R31, also where only a part of the split is scored."""
+    run_here(study(data, seeds=1, budget={"steps": 2}, evaluation={"tokens": 60}), tmp_path / "out")
+    findings = collect(tmp_path / "out")
+    code = next(part.text for part in build(findings) if isinstance(part, Code))
+    monkeypatch.chdir(tmp_path)
+    for line in code.splitlines()[-2:]:
+        assert call(*shlex.split(line)[1:], *(["--json"] if "evaluate" in line else [])) == 0
+    loss = json.loads(capsys.readouterr().out.splitlines()[-1])["nats_per_token"]
+    assert loss == findings.every_result()[0]["loss"]
+
+
+def test_what_freezing_costs_is_paired_by_seed(findings: Findings) -> None:
+    (condition,) = [c for c in findings.conditions if c.label == "hrm"]
+    found = [r["measures"]["roles"] for r in condition.results.values()]
+    more = statistics.fmean(r["loss_frozen"]["slow"] - r["loss"] for r in found)
+    (row, *_) = [line for line in markdown("t", build(findings)).splitlines() if line.startswith("| slow frozen |")]
+    assert f"| {more:+.3f} ± " in row
+
+
+def test_the_report_tells_data_and_shared_settings(data: Path, tmp_path: Path) -> None:
+    values = study(data, seeds=1, budget={"steps": 1}, prepare="hrmlm prepare some.txt --out DIR")
+    run_study(values, tmp_path / "out")
+    text = markdown("t", build(collect(tmp_path / "out")))
+    assert "bytes of 257 ids, tokens: train " in text
+    assert "hrmlm prepare some.txt --out DIR" in text
+    assert "| training.batch_size | 2 |" in text
+    assert "| optimizer.weight_decay | 0.1 |" in text
+
+
+def test_a_preliminary_report_knows_the_rates_that_are_to_come(data: Path, tmp_path: Path) -> None:
+    values = study(data, **{**GRID, "seeds": 1})
+    run_study(values, tmp_path / "out")
+    for path in (tmp_path / "out").glob("runs/*lr-0.01*/result.json"):
+        path.unlink()
+    text = markdown("t", build(collect(tmp_path / "out")))
+    assert "Peak learning rates: 1e-05 for hrm, lr=1e-05, plain, lr=1e-05; 0.01 for" in text
 
 
 def test_a_nested_space_is_reported_as_a_dotted_one(data: Path, tmp_path: Path) -> None:

@@ -46,13 +46,18 @@ def test_the_last_whole_line_of_a_record_counts(content: bytes | None, step: int
 
 def test_a_terminal_shows_a_bar_and_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(console, "ERRORS", Console(file=screen, force_terminal=True, width=160))
+    monkeypatch.setattr(console, "ERRORS", Console(file=screen, force_terminal=True, width=80))
     bar = console.StudyBar("[odd] name")
-    bar.now(1, 4, [Running("hrm, seed [0]", 30, 100)])
+    bar.now(1, 4, [Running("hrm, seed [0]", 30, 100), Running("x", 0, 9), Running("y", 9, 9)])
     bar.tell("1/4 plain, seed 0: 4.0000 nats per token (9 s)")
     bar.stop()
     assert bar.wants_steps
-    for part in ("[odd] name", "1 of 4 runs", "hrm, seed [0]: step 30/100", "1/4 plain, seed 0: 4.0000"):
+    for part in (
+        "[odd] name",
+        "1 of 4 runs",
+        "hrm, seed [0]: step 30/100; x: starting; y: evaluating",
+        "1/4 plain, seed 0: 4.0000",
+    ):
         assert part in screen.getvalue()
 
 

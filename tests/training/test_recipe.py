@@ -58,6 +58,7 @@ def write(path: Path, content: Any) -> str:
 
 MISTAKES = {
     "training.stepz=5": "recipe.training.stepz: unknown key, did you mean 'steps'?",
+    "model.n_layers=3": "model.n_layers: unknown key, a setting of transformer",
     "model.n_cycle=3": "model.n_cycle: unknown key, did you mean 'n_cycles'?",
     "optimiser.lr=1": "did you mean 'optimizer'?",
     "steps=5": "did you mean 'training.steps'?",

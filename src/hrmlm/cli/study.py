@@ -41,6 +41,8 @@ def run(
         print_json({"out": str(directory), **vars(outcome)})
     else:
         print(f"{directory}: {outcome.done} of {outcome.total} runs finished, {len(outcome.failed)} failed")
+        if outcome.done:
+            print(f"report: hrmlm study report {directory}")
     if outcome.stopped_by:
         ERRORS.print(f"{outcome.stopped_by}: go on with the same command", highlight=False)
         raise typer.Exit(0 if outcome.stopped_by == "SIGTERM" else 130)
@@ -79,10 +81,8 @@ def _dry_run(settings: Any, directory: Path, jobs: int, measure: bool, as_json: 
         ids = [{"id": run.id, "condition": run.condition, "seed": run.seed, "steps": run.steps} for run in runs]
         return print_json({"conditions": [line.to_dict() for line in planned], "runs": ids, "finished": done})
     plan.show(planned, expansion, jobs, done, Console())
-    if is_search:
-        print(f"Each condition is searched with {settings.search.trials} trials of this size, with one seed.")
     for run in runs:
-        print(f"  {run.id}")
+        print(f"  {run.id}{' (finished)' if place.is_done(run) else ''}")
 
 
 @study.command()
@@ -110,8 +110,12 @@ def report(
 
 @study.command("list")
 def list_studies() -> None:
-    """Names and questions of the studies that come with the package."""
+    """Names and questions of the studies that come with the package.
+
+    Example: hrmlm study list
+    """
     from hrmlm.studies.spec import load_study, study_names
 
     for name in study_names():
-        print(f"{name}: {load_study(name).title}")
+        found = load_study(name)
+        print(f"{name}: {found.question or found.title}")

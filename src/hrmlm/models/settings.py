@@ -32,6 +32,14 @@ class ModelConfig(StrictConfig):
     norm_eps: Annotated[Number, Field(gt=0)] = 1e-5
     rope_theta: Annotated[Number, Field(gt=0)] = 10_000.0
 
+    @classmethod
+    def hint(cls, key: str) -> str:
+        """Of a key that other families have: which."""
+        from hrmlm.models.registry import families  # it knows us too
+
+        others = [name for name, (config, _) in families().items() if key in config.model_fields]
+        return f"a setting of {', '.join(others)}" if others else super().hint(key)
+
     @property
     def heads(self) -> int:
         """Number of query heads."""

@@ -86,16 +86,40 @@ class Findings:
         return self.conditions if self.study.search is None else list(self.best_by_arm().values())
 
     @property
-    def baseline(self) -> ConditionResults | None:
-        """The condition to which differences are formed: the one that was named, else the first."""
+    def baseline_arm(self) -> str | None:
+        """The arm whose conditions stand against those of the others that have the same factors of a grid.
+
+        None where all are compared with one condition. Without a name it is the first arm of a grid of several.
+        """
+        name, arms = self.study.baseline, list(self.study.arms)
+        if self.study.search is not None or len(arms) < 2 or any(c.label == name for c in self.conditions):
+            return None
+        if name is None:
+            return arms[0] if self.study.grid else None
+        return name if name in arms else None
+
+    @property
+    def baseline(self) -> str:
+        """What the others are compared with, in words."""
+        if (arm := self.baseline_arm) is not None:
+            return f"{arm} with the same settings"
+        base = self._base_of(self.compared[0])
+        return "nothing" if base is None else base.label
+
+    def _base_of(self, condition: ConditionResults) -> ConditionResults | None:
+        """The condition to which this one is compared: the one that was named, else the first."""
+        if (arm := self.baseline_arm) is not None:
+            label = arm + condition.label.removeprefix(condition.arm)
+            return next((c for c in self.conditions if c.label == label), None)
         name, compared = self.study.baseline, self.compared
         named = [c for c in compared if c.label == name] or [c for c in compared if c.arm == name] or compared
         return named[0] if named else None
 
     def differences(self) -> dict[str, Summary]:
-        """Loss of each other condition minus that of the baseline, paired by seed."""
-        base, found = self.baseline, {}
+        """Loss of each other condition minus that of what it is compared with, paired by seed."""
+        found = {}
         for condition in self.compared:
+            base = self._base_of(condition)
             if base is not None and condition is not base:
                 summary = paired(condition.numbers(loss_of), base.numbers(loss_of))
                 if summary is not None:
@@ -108,7 +132,7 @@ class Findings:
         return [result for result in results if "pruned" not in result]
 
     def best_by_arm(self) -> dict[str, ConditionResults]:
-        """Of a search: the condition with the lowest mean of each arm."""
+        """The condition with the lowest mean of each arm: of a search what is compared."""
         best: dict[str, ConditionResults] = {}
         for condition in self.conditions:
             loss = condition.loss

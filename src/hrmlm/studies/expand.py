@@ -311,7 +311,8 @@ def _open_data(study: Study, mistakes: list[str]) -> PreparedData | None:
         data.split("valid")
         data.split(study.evaluation.split)
     except UserError as error:
-        mistakes.append(f"base.data.path: {error}")
+        how = f" (for this study: {study.prepare})" if study.prepare else ""
+        mistakes.append(f"base.data.path: {error}{how}")
         return None
     return data
 
@@ -418,8 +419,8 @@ def _cost(recipe: Recipe) -> CostReport:
 
 
 def _label_mistakes(study: Study, labels: set[str]) -> Iterator[str]:
-    if study.baseline is not None and study.baseline not in labels:
-        yield f"baseline: unknown condition {study.baseline!r}, {nearest(study.baseline, labels)}"
+    if study.baseline is not None and study.baseline not in labels | set(study.arms):
+        yield f"baseline: unknown condition {study.baseline!r}, {nearest(study.baseline, labels | set(study.arms))}"
     known = labels | set(study.arms)
     for item in study.published:
         if item.condition not in known:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ITERATIONS, WARMUP = 5, 2
+START_SECONDS = 5
+"""About what a process takes to start and to open its data."""
 TOGETHER = 3
 """Models in memory at once while their steps are measured."""
 
@@ -47,6 +49,7 @@ class PlannedRun:
             "tokens": self.steps * condition.tokens_per_step,
             "parameters": condition.cost.parameters,
             "d_model": condition.recipe.model_config_of().d_model,
+            "lr": condition.recipe.optimizer.lr,
             "matched": condition.matched,
             "forward_flops_per_token": condition.cost.forward_flops_per_token,
             "training_flops_per_token": condition.cost.training_flops_per_token,
@@ -114,7 +117,8 @@ def show(planned: Sequence[PlannedRun], expansion: Expansion, jobs: int, done: i
     from rich.table import Table
 
     study = expansion.study
-    table = Table(title=escape(f"{study.title} (scale {study.scale})"), title_justify="left", box=None, padding=(0, 1))
+    scale = f" (scale {study.scale})" if study.scale != "small" else ""
+    table = Table(title=escape(study.title + scale), title_justify="left", box=None, padding=(0, 1))
     table.add_column("condition")
     for column in ("parameters", "width", "steps", "FLOPs/run", "s/step", "time/run"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -129,15 +133,20 @@ def show(planned: Sequence[PlannedRun], expansion: Expansion, jobs: int, done: i
             "–" if line.seconds is None else duration(line.seconds),
         )
     console.print(table)
-    runs = sum(line.seeds for line in planned)
-    flops = sum(line.seeds * line.training_flops for line in planned)
-    console.print(f"{runs} runs ({len(planned)} conditions × {len(study.seed_list)} seeds), {done} of them finished.")
+    search = study.search if study.search is not None and study.search.engine != "grid" else None
+    each = len(study.seed_list) if search is None else search.trials
+    runs = each * len(planned)
+    flops = sum(each * line.training_flops for line in planned)
+    what = "seeds" if search is None else f"trials, each with seed {study.seed_list[0]}"
+    finished = "" if search is not None else f", {done} of them finished"
+    console.print(f"{runs} runs ({len(planned)} conditions × {each} {what}){finished}.")
     console.print(f"Training FLOPs of all runs: {flops:.2e}. Budget of each: {study.budget.told}.")
     if all(line.seconds is not None for line in planned):
-        total = sum(line.seeds * (line.seconds or 0.0) for line in planned)
+        total = sum(each * ((line.seconds or 0.0) + START_SECONDS) for line in planned)
+        shared = f"; {jobs} at a time divide it only as far as the machine has cores for them" if jobs > 1 else ""
         console.print(
-            f"Time of all runs, from measured steps (median of {ITERATIONS - WARMUP}): about {duration(total)} of one "
-            f"process; {jobs} at a time divide it only as far as the machine has cores for them."
+            f"Time of all runs: about {duration(total)} of one process{shared}. From measured steps (median of "
+            f"{ITERATIONS - WARMUP}), the forward passes of evaluations, and {START_SECONDS} s per run to start."
         )
     else:
         console.print("No time estimate: steps were not measured here.")

@@ -12,7 +12,8 @@ from hrmlm.studies import figures
 from hrmlm.studies.collect import ConditionResults, Findings, loss_of
 from hrmlm.studies.document import Code, Figure, Fold, Heading, Items, Part, Table, Text, html, markdown
 from hrmlm.studies.plan import duration
-from hrmlm.studies.statistics import Summary
+from hrmlm.studies.spec import flat
+from hrmlm.studies.statistics import ENOUGH, Summary, paired, summarize
 from hrmlm.studies.words import number, signed
 
 Number = Callable[[Mapping[str, Any]], float | None]
@@ -73,14 +74,16 @@ def _losses(findings: Findings) -> list[Part]:
 
 
 def _differences(findings: Findings) -> list[Part]:
-    differences, base = findings.differences(), findings.baseline
-    if not differences or base is None:
+    differences = findings.differences()
+    if not differences:
         return []
     rows = [[label, signed(d), _interval(d), str(d.n)] for label, d in differences.items()]
     caption = (
-        f"Loss minus that of {base.label}, seed by seed (same data order), in nats per token; below zero is better. "
-        "The interval is that of the mean difference."
+        f"Loss minus that of {findings.baseline}, seed by seed (same data order), in nats per token; below zero is "
+        "better. The interval is that of the mean difference."
     )
+    if any(d.n < ENOUGH for d in differences.values()):
+        caption += f" With fewer than {ENOUGH} pairs it says little, whether it excludes zero or not."
     return [Heading("Paired differences"), Table(("condition", "difference", "95 % interval", "pairs"), rows, caption)]
 
 
@@ -150,7 +153,7 @@ def _roles(findings: Findings) -> list[Part]:
         tokens = found[0]["tokens"]
         parts.append(
             Table(
-                ("", "nats/token", "n"),
+                ("", "nats/token", "more than as trained", "n"),
                 _loss_rows(c, found[0]),
                 f"{c.label}: loss with a module frozen, and read out at other depths.",
             )
@@ -166,10 +169,11 @@ def _roles(findings: Findings) -> list[Part]:
     if not parts:
         return []
     note = (
-        "Frozen: the module leaves the state as it is, at inference only. The gate is the share of the old state "
-        "that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over norm of "
-        f"the state before it. All of it on the first {tokens:,} tokens of the split, so the loss as trained differs "
-        "a little from the one above."
+        "Frozen: the module leaves the state that it updates as it is, at inference only; differences are paired by "
+        "seed. Read at depth d: the prediction after d cycles or steps instead of all. The gate is the share of the "
+        "old state that is kept. Zero input: every token is embedded as zero. Relative change: norm of the change over "
+        f"norm of the state before it. All of it on the first {tokens:,} tokens of the split, so the loss as trained "
+        "differs a little from the one above."
     )
     return [Heading("Roles"), Text(note), *parts]
 
@@ -183,20 +187,23 @@ def _application(index: int, key: str) -> Number:
 
 
 def _loss_rows(condition: ConditionResults, example: Mapping[str, Any]) -> list[list[str]]:
-    def summary(*path: str) -> list[str]:
+    def losses(*path: str) -> dict[int, float]:
         def value(result: Mapping[str, Any]) -> float | None:
             inner: Any = result["measures"].get("roles")
             for part in path if inner else ():
                 inner = inner[part]
             return inner or None
 
-        found = condition.summary(value)
-        return [number(found), str(0 if found is None else found.n)]
+        return condition.numbers(value)
 
-    rows = [["as trained", *summary("loss")]]
-    rows += [[f"{module} frozen", *summary("loss_frozen", module)] for module in example["loss_frozen"]]
-    rows += [[f"read at depth {depth}", *summary("loss_at_depth", depth)] for depth in example["loss_at_depth"]]
-    return rows
+    def row(name: str, *path: str) -> list[str]:
+        found = losses(*path)
+        more = paired(found, losses("loss")) if path != ("loss",) else None
+        return [name, number(summarize(list(found.values()))), "" if more is None else signed(more), str(len(found))]
+
+    rows = [row("as trained", "loss")]
+    rows += [row(f"{module} frozen", "loss_frozen", module) for module in example["loss_frozen"]]
+    return rows + [row(f"read at depth {depth}", "loss_at_depth", depth) for depth in example["loss_at_depth"]]
 
 
 def _published(findings: Findings) -> list[Part]:
@@ -204,14 +211,16 @@ def _published(findings: Findings) -> list[Part]:
         return []
     rows = []
     for item in findings.study.published:
-        ours = [c for c in findings.conditions if item.condition in (c.label, c.arm)]
-        found = [c for c in ours if c.label == item.condition] or ours
-        c = found[0] if found else None
+        exact = [c for c in findings.conditions if c.label == item.condition]
+        of_arm = [c for c in findings.conditions if c.arm == item.condition and c.loss is not None]
+        best = findings.best_by_arm().get(item.condition)
+        c = exact[0] if exact else best
+        chosen = f" (best of {len(of_arm)} finished settings)" if not exact and len(of_arm) > 1 else ""
         rows.append(
             [
                 item.what,
                 "–" if c is None else number(c.loss),
-                "–" if c is None else _setting(c),
+                "–" if c is None else _setting(c) + chosen,
                 f"{item.value:g}",
                 f"{item.setting}; {item.source}",
             ]
@@ -229,9 +238,12 @@ def _setting(c: ConditionResults) -> str:
         return "not finished"
     result = next(iter(c.results.values()))
     evaluation, data = result["evaluation"], Path(str(result["evaluation"]["data_path"])).name
+    recipe = result["recipe"]
     return (
-        f"{c.label}: {result['cost']['parameters']:,} parameters, {result['tokens']:,} tokens in {result['steps']:,} "
-        f"steps, {data}, split {evaluation['split']}, window {evaluation['window']}, {len(c.results)} seed(s)"
+        f"{c.label}: D = {recipe['model'].get('d_model', '?')}, {result['cost']['parameters']:,} parameters, "
+        f"{result['tokens']:,} tokens in {result['steps']:,} steps at a peak rate of {recipe['optimizer']['lr']:g}, "
+        f"{data} (vocabulary {recipe['model'].get('vocab_size', '?'):,}), split {evaluation['split']}, window "
+        f"{evaluation['window']}, {len(c.results)} seed(s)"
     )
 
 
@@ -244,15 +256,33 @@ def _fairness(findings: Findings) -> list[Part]:
         _data_order(findings),
         _rates(findings),
     ]
-    matched = {c.label: c.planned["matched"] for c in findings.conditions if c.planned.get("matched")}
-    sentences += [f"The width of {label} was solved for: {what}." for label, what in matched.items()]
+    matched = {c.arm: c.planned["matched"] for c in findings.conditions if c.planned.get("matched")}
+    sentences += [f"The width of {arm} was solved for: {what}." for arm, what in matched.items()]
     if len({result["code"] for result in results}) > 1:
         sentences.append("The runs were made by different states of the code: see the fingerprints below.")
     if len({(r["threads"], r["evaluation"]["device"]) for r in results}) > 1:
         sentences.append("The runs had different devices or numbers of threads: compare no times.")
     if findings.plan.get("jobs", 1) > 1:
         sentences.append(f"{findings.plan['jobs']} runs shared the machine at a time: times are longer than alone.")
-    return [Heading("What is the same for all"), Items([sentence for sentence in sentences if sentence])]
+    parts: list[Part] = [Heading("What is the same for all"), Items([sentence for sentence in sentences if sentence])]
+    if shared := _shared_settings(findings):
+        parts.append(Fold("Settings that all runs share", [Table(("setting", "value"), shared)]))
+    return parts
+
+
+def _shared_settings(findings: Findings) -> list[list[str]]:
+    """Settings of the recipes that are equal in all runs."""
+    recipes = [
+        flat({key: result["recipe"][key] for key in ("training", "optimizer", "schedule")})
+        for result in findings.every_result()
+        if result["steps"]
+    ]
+    if not recipes:
+        return []
+    equal = {key: value for key, value in recipes[0].items() if all(other.get(key) == value for other in recipes)}
+    if equal.get("schedule.warmup", 0) is None:
+        equal["schedule.warmup"] = "what the family asks for, or schedule.warmup_fraction of a shorter run"
+    return [[key, "–" if value is None else str(value)] for key, value in equal.items()]
 
 
 def _data_order(findings: Findings) -> str:
@@ -269,8 +299,11 @@ def _data_order(findings: Findings) -> str:
 def _rates(findings: Findings) -> str:
     rates: dict[float, list[str]] = {}
     for c in findings.conditions:
-        for result in [r for r in c.results.values() if "recipe" in r][:1]:
-            rates.setdefault(result["recipe"]["optimizer"]["lr"], []).append(c.label)
+        found = [r["recipe"]["optimizer"]["lr"] for r in c.results.values() if "recipe" in r]
+        for rate in found[:1] or ([c.planned["lr"]] if c.planned.get("lr") and not findings.study.search else []):
+            rates.setdefault(rate, []).append(c.label)
+    if not rates:
+        return ""
     if len(rates) == 1:
         return f"Peak learning rate {next(iter(rates)):g} for all; it was not tuned for each of them."
     return "Peak learning rates: " + "; ".join(f"{lr:g} for {', '.join(labels)}" for lr, labels in rates.items()) + "."
@@ -288,9 +321,16 @@ def _provenance(findings: Findings) -> list[Part]:
     parts: list[Part] = [Heading("How to repeat it")]
     file = shlex.quote(str(findings.path / "study.yaml"))
     lines = [f"hrmlm study run {file} --out runs/again", "hrmlm study report runs/again"]
-    if results:
-        lines += ["", "# one run, and its evaluation:", *_commands(findings, results[0])]
+    if results and (commands := _commands(findings, results[0])):
+        lines += ["", "# one run, and its evaluation:", *commands]
     parts.append(Code("\n".join(lines)))
+    parts.append(
+        Text(
+            "Paths are those of the directory in which the study was run; anywhere else give base.data.path=DIR to the "
+            "first command, and data.path=DIR to the training."
+        )
+    )
+    parts += _data(findings)
     if results:
         facts = [[name, ", ".join(sorted({str(of(r)) for r in results}))] for name, of in _FACTS.items()]
         parts.append(Table(("", "value"), facts, "Of all runs; several values where they differ."))
@@ -299,11 +339,30 @@ def _provenance(findings: Findings) -> list[Part]:
     if findings.other_runs:
         parts.append(Text(f"{findings.other_runs} runs of earlier versions of the study lie beside these, left out."))
     rows = [
-        [result["id"], str(result["seed"]), "–" if loss_of(result) is None else f"{loss_of(result):.4f}"]
-        for result in results
+        [c.label, str(seed), "–" if loss_of(result) is None else f"{loss_of(result):.4f}", str(result["id"])]
+        for c in findings.conditions
+        for seed, result in c.results.items()
     ]
-    parts.append(Fold("Every run", [Table(("run", "seed", "nats/token"), rows)]))
-    parts.append(Fold("The study, resolved", [Code(yaml.safe_dump(findings.study.to_dict(), sort_keys=False))]))
+    parts.append(Fold("Every run", [Table(("condition", "seed", "nats/token", "run"), rows)]))
+    parts.append(
+        Fold("The study with its overrides", [Code(yaml.safe_dump(findings.study.to_dict(), sort_keys=False))])
+    )
+    return parts
+
+
+def _data(findings: Findings) -> list[Part]:
+    """Where the text came from, as its meta.json said when the study was started."""
+    facts = findings.plan.get("corpus")
+    if not isinstance(facts, dict):
+        return []
+    splits = ", ".join(f"{name} {tokens:,}" for name, tokens in facts["tokens"].items())
+    sources = ", ".join(f"{source['source']} ({source['split'] or 'divided'})" for source in facts["sources"])
+    told = (
+        f"Data {facts['path']}: {facts['tokenizer']} of {facts['vocab_size']:,} ids, tokens: {splits}; from {sources}."
+    )
+    parts: list[Part] = [Text(told)]
+    if findings.study.prepare:
+        parts.append(Code(findings.study.prepare))
     return parts
 
 
@@ -311,15 +370,14 @@ def _commands(findings: Findings, result: Mapping[str, Any]) -> list[str]:
     evaluation, folder = result["evaluation"], findings.path / "runs" / result["id"]
     if not result["steps"]:
         return []
-    lines = [f"hrmlm train {shlex.quote(str(folder / 'train' / 'recipe.yaml'))} --out runs/one"]
-    if evaluation["first_tokens"] is None:
-        checkpoint = f"runs/one/checkpoints/{Path(evaluation['checkpoint']).name}"
-        data = shlex.quote(str(evaluation["data_path"]))
-        lines.append(
-            f"hrmlm evaluate {checkpoint} --data {data} --split {evaluation['split']} "
-            f"--window {evaluation['window']} --stride {evaluation['stride']} --batch-size {evaluation['batch_size']}"
-        )
-    return lines
+    checkpoint = f"runs/one/checkpoints/{Path(evaluation['checkpoint']).name}"
+    data, first = shlex.quote(str(evaluation["data_path"])), evaluation["first_tokens"]
+    return [
+        f"hrmlm train {shlex.quote(str(folder / 'train' / 'recipe.yaml'))} --out runs/one",
+        f"hrmlm evaluate {checkpoint} --data {data} --split {evaluation['split']} --window {evaluation['window']} "
+        f"--stride {evaluation['stride']} --batch-size {evaluation['batch_size']}"
+        + ("" if first is None else f" --tokens {first}"),
+    ]
 
 
 _FACTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {

@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from hrmlm.data.tokens import PreparedData
 from hrmlm.errors import UserError
 from hrmlm.signals import StopSignal
 from hrmlm.studies import worker
@@ -113,11 +114,27 @@ def run_study(
     source = source_of(expansion, place, seconds)
     steps = {c.label: expansion.steps_of(c, seconds) for c in expansion.conditions}
     conditions = [line.to_dict() for line in plan(expansion, {}, steps)]
-    place.store_plan(conditions, source.all_runs(), {"jobs": jobs, "data": str(expansion.data.path)})
+    given = {"jobs": jobs, "data": str(expansion.data.path), "corpus": _corpus(expansion.data)}
+    place.store_plan(conditions, source.all_runs(), given)
+    if isinstance(source, TrialSource) and len(study.seed_list) > 1:
+        engine, seed = source.search.engine, source.seed
+        watch.tell(f"a search by {engine} trains every trial with one seed, {seed}; the others of seeds are not used")
     for run in source.all_runs():
         if retry_failed and place.error(run.id) is not None:
             source.retry(run)
     return _Runner(place, source, jobs, watch).loop()
+
+
+def _corpus(data: PreparedData) -> dict[str, Any]:
+    """What the report tells of the data."""
+    meta = data.meta
+    return {
+        "path": str(data.path),
+        "tokenizer": meta.tokenizer.kind,
+        "vocab_size": meta.vocab_size,
+        "tokens": {name: split.tokens for name, split in meta.splits.items()},
+        "sources": [{"source": source.source, "split": source.split} for source in meta.sources],
+    }
 
 
 def measured_steps(expansion: Expansion, place: StudyDirectory, watch: Watch) -> dict[str, float] | None:
@@ -235,11 +252,12 @@ class _Runner:
 
     def _ended(self, child: _Child, code: int) -> None:
         run, taken = child.run, duration(time.monotonic() - child.since)
-        if code < 0 or code not in (worker.DONE, worker.FAILED, worker.STOPPED, worker.BUSY):
-            self._died(run, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
-        elif code == worker.DONE and (result := self.place.result(run)) is not None:
+        result = self.place.result(run)
+        if result is not None:  # whatever happened to the process after that
             loss = "pruned" if result.get("pruned") else f"{result['loss']:.4f} nats per token"
             self.watch.tell(f"{self._count()} {_named(run)}: {loss} ({taken})")
+        elif code < 0 or code not in (worker.DONE, worker.FAILED, worker.STOPPED, worker.BUSY):
+            self._died(run, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         elif (error := self.place.error(run.id)) is not None:
             self.watch.tell(f"{self._count()} {_named(run)} failed: {error.get('message')}")
 
@@ -269,7 +287,7 @@ class _Runner:
         for run_id, child in list(self.children.items()):
             code = child.process.wait()
             del self.children[run_id]
-            if code == worker.DONE:  # it was at its end already
+            if self.place.is_done(child.run):  # it was at its end already
                 self._ended(child, code)
             self.claims.release(run_id, child.token)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hrmlm.config import Positive, StrictConfig, nearest
 from hrmlm.errors import UserError
@@ -107,7 +107,8 @@ class Study(StrictConfig):
     """A study. base: the recipe that all runs share, without its model; arms: what is compared; variants: changes of
     every arm, one at a time, beside the arm as it is; grid: dotted key → values, all combinations; seeds: a number of
     them or a list; baseline: the condition to which differences are formed; measure: further measurements after
-    training; scale: which of the file's sizes this is (`scales` in the file: changes of the study, by name)."""
+    training; scale: which of the file's sizes this is (`scales` in the file: changes of the study, by name); prepare:
+    the command that makes its data, told where they are missing, and in the report."""
 
     name: Name
     title: str
@@ -124,11 +125,20 @@ class Study(StrictConfig):
     search: Search | None = None
     published: tuple[Published, ...] = ()
     scale: str = "small"
+    prepare: str = ""
 
     @property
     def seed_list(self) -> list[int]:
         """The seeds."""
         return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _check_kind(cls, value: Any) -> Any:
+        """One message in place of one per kind."""
+        if isinstance(value, bool) or not (isinstance(value, list) or (isinstance(value, int) and 1 <= value <= 1000)):
+            raise ValueError("expected how many (1 to 1000), or a list of them such as [0, 1, 2]")
+        return value
 
     @model_validator(mode="after")
     def _check_seeds(self) -> "Study":

@@ -19,6 +19,13 @@ class Running:
     step: int
     steps: int
 
+    @property
+    def told(self) -> str:
+        """For people: what it is doing."""
+        if self.step >= self.steps:
+            return "evaluating"
+        return f"step {self.step}/{self.steps}" if self.step else "starting"
+
 
 class Watch:
     """Is told how far a study is; this one shows nothing."""

@@ -58,11 +58,12 @@ def _order(findings: "Findings") -> list[str]:
     found.sort(key=lambda pair: pair[0])
     fewest = min(len(c.results) for _, c in found)
     sentences = []
+    interval = "; ± is half of the 95 % interval of the mean over seeds" if fewest > 1 else ""
     if len(found) > 1:
         (_, first), (_, last) = found[0], found[-1]
         sentences.append(
             f"Mean loss goes from {number(first.loss)} nats per token ({first.label}) "
-            f"to {number(last.loss)} ({last.label}); ± is the 95 % interval of the mean over seeds."
+            f"to {number(last.loss)} ({last.label}){interval}."
         )
     else:
         sentences.append(f"{found[0][1].label}: {number(found[0][1].loss)} nats per token.")
@@ -75,8 +76,7 @@ def _order(findings: "Findings") -> list[str]:
 
 
 def _differences(findings: "Findings") -> list[str]:
-    base, differences = findings.baseline, findings.differences()
-    assert base is not None
+    differences = findings.differences()
     enough = {label: d for label, d in differences.items() if d.n >= ENOUGH}
     lower = [label for label, d in enough.items() if d.excludes_zero and d.mean < 0]
     higher = [label for label, d in enough.items() if d.excludes_zero and d.mean > 0]
@@ -85,16 +85,16 @@ def _differences(findings: "Findings") -> list[str]:
     for labels, how in ((lower, "lower"), (higher, "higher")):
         if labels:
             named = _listed([f"{label} ({signed(enough[label])})" for label in labels])
-            sentences.append(f"Compared seed by seed with {base.label}, the loss is {how} with {named}.")
+            sentences.append(f"Compared seed by seed with {findings.baseline}, the loss is {how} with {named}.")
     if unclear:
         sentences.append(
-            f"Not to be told apart from {base.label} with these seeds: "
+            f"Not to be told apart from {findings.baseline} with these seeds: "
             f"{_listed([f'{label} ({signed(enough[label])})' for label in unclear])}."
         )
     if len(enough) >= ENOUGH:
         sentences.append(
-            f"Of {len(enough)} comparisons at 95 % about one in twenty excludes zero by chance alone; "
-            "they are not corrected for that."
+            f"These are {len(enough)} comparisons at 95 %, not corrected for their number: where there is no "
+            "difference, one interval in twenty still excludes zero."
         )
     return sentences
 
@@ -126,9 +126,15 @@ def _sizes(findings: "Findings") -> list[str]:
 def _spread(numbers: Sequence[Any]) -> str:
     low, high = min(numbers), max(numbers)
     if low == high:
-        return f"the same for all ({low:.4g})"
-    share = f"{high / low - 1:.1%}" if high < 2 * low else f"{high / low:.1f} times"
-    return f"from {low:.4g} to {high:.4g} ({share} {'more' if high < 2 * low else 'as many'})"
+        return f"the same for all ({_amount(low)})"
+    if high < 1.02 * low:
+        return f"equal within {high / low - 1:.1%} ({_amount(low)})"
+    share = f"{high / low - 1:.0%} more" if high < 2 * low else f"{high / low:.1f} times as many"
+    return f"from {_amount(low)} to {_amount(high)} ({share})"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e9 else f"{value:.3g}"
 
 
 def _roles(findings: "Findings") -> list[str]:
