@@ -1,6 +1,11 @@
 """Shared fixtures: real corpora beside the checkout, where there are any."""
 
+import os
 from pathlib import Path
+
+# Models in tests are tiny: a second thread only costs, and much where several processes share the cores. Here before
+# torch is imported, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -16,7 +21,6 @@ def shared() -> Path:
     return SHARED
 
 
-# Models in tests are tiny: a second thread only costs, and much where several processes share the cores.
 torch.set_num_threads(1)
 
 

@@ -19,7 +19,7 @@ from tests.inference.helpers import BYTES, END, greedy, say, small_model
 drafters = pytest.mark.parametrize("family", [name for name in FAMILIES if not small_model(name).carries_state])
 
 PROMPTS = ["hello wor", "x", "", "a longer prompt, longer than a chunk"]
-OPTIONS = [greedy(24), GenerationOptions(seed=5, max_new_tokens=24, temperature=0.8, top_k=20, top_p=0.95)]
+OPTIONS = [greedy(16), GenerationOptions(seed=5, max_new_tokens=16, temperature=0.8, top_k=20, top_p=0.95)]
 
 
 def fixed_depth(model: LanguageModel) -> dict[str, int]:
@@ -55,7 +55,7 @@ def test_the_text_is_that_of_plain_decoding(family: str, options: GenerationOpti
     lone = options.model_copy(update={"draft": 1, "draft_tokens": 3})
     alone = [generate(model, BYTES, [prompt], lone)[0] for prompt in PROMPTS]
     guessed = 0
-    for r, n in [(1, 1), (1, 5), (cycles(model) - 1, 3), ("auto", None), ("auto", 2), (1, None)]:
+    for r, n in [(1, 1), (cycles(model) - 1, 5), ("auto", None), (1, None)]:
         drafted = generate(model, BYTES, PROMPTS, options.model_copy(update={"draft": r, "draft_tokens": n}))
         same(plain, drafted)
         same(alone, drafted)
