@@ -12,7 +12,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UserError("the picture needs matplotlib: pip install 'hrmlm[demo]'") from None
+        raise UserError("the picture needs matplotlib: pip install 'hrmlm[study]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
