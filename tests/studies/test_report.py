@@ -196,6 +196,16 @@ def test_search_reports_the_best_of_each_arm_and_warns(data: Path, tmp_path: Pat
     text = " ".join(findings.summary())
     assert "best of 2" in text
     assert "flatters" in text
+    assert "edge" not in text, "two values have no middle"
+
+
+def test_the_best_at_the_edge_of_a_grid_is_told(data: Path, tmp_path: Path) -> None:
+    space = {"optimizer.lr": [1e-6, 1e-5, 1e-2], "schedule.warmup": [1]}
+    values = study(data, seeds=1, budget={"steps": 4}, search={"space": space}, evaluation={"tokens": 50})
+    run_here(values, tmp_path / "out")
+    assert "better ones may lie beyond: lr=0.01 of hrm and lr=0.01 of plain." in " ".join(
+        collect(tmp_path / "out").summary()
+    )
 
 
 def test_a_published_figure_stands_beside_the_best_of_its_arm(data: Path, tmp_path: Path) -> None:

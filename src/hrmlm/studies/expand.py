@@ -364,12 +364,12 @@ def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _label(arm: str, variant: str | None, factors: Mapping[str, Any]) -> str:
     parts = [arm, *([variant] if variant else [])]
-    parts += [f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in factors.items()]
-    return ", ".join(parts)
+    return ", ".join(parts + [factor(key, value) for key, value in factors.items()])
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def factor(key: str, value: Any) -> str:
+    """A factor with its value, as it stands in the label of a condition."""
+    return f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
 
 
 def _resolve(

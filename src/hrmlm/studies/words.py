@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hrmlm.studies.expand import factor, space_of
 from hrmlm.studies.statistics import ENOUGH, Summary
 
 if TYPE_CHECKING:
     from hrmlm.studies.collect import Findings
+    from hrmlm.studies.spec import Search
 
 
 def number(summary: Summary | None, digits: int = 3) -> str:
@@ -107,10 +109,23 @@ def _search(findings: "Findings") -> list[str]:
     for condition in findings.conditions:
         tried[condition.arm] = tried.get(condition.arm, 0) + bool(condition.results)
     told = [f"{c.label} ({number(c.loss)}, best of {tried[arm]})" for arm, c in best.items()]
-    return [
+    sentences = [
         f"Best settings of each arm: {_listed(told)}.",
         "The lowest of several noisy results flatters the setting that has it; a fair figure needs fresh seeds.",
     ]
+    if edges := [f"{edge} of {arm}" for arm, c in best.items() for edge in _edges(findings.study.search, c.label)]:
+        sentences.append(f"At the edge of what was tried, so that better ones may lie beyond: {_listed(edges)}.")
+    return sentences
+
+
+def _edges(search: "Search", label: str) -> list[str]:
+    """Factors in the label of a condition of a grid search that are the lowest or the highest of at least three."""
+    found = []
+    for key, values in space_of(search.space).items() if search.engine == "grid" else ():
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        ends = [factor(key, end) for end in (min(numbers), max(numbers))] if len(numbers) > 2 else []
+        found += [end for end in ends if end in label.split(", ")]
+    return found
 
 
 def _sizes(findings: "Findings") -> list[str]:
@@ -128,7 +143,7 @@ def _spread(numbers: Sequence[Any]) -> str:
     if low == high:
         return f"the same for all ({_amount(low)})"
     if high < 1.02 * low:
-        return f"equal within {high / low - 1:.1%} ({_amount(low)})"
+        return f"equal within {high / low - 1:.2%} ({_amount(low)})"
     share = f"{high / low - 1:.0%} more" if high < 2 * low else f"{high / low:.1f} times as many"
     return f"from {_amount(low)} to {_amount(high)} ({share})"
 
