@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHUNK = 1024
-"""Positions per chunk of the loss that are shown beside a recipe that names none."""
+"""Positions per chunk of the loss, at most, that are shown beside a recipe that names none."""
 
 _aten = torch.ops.aten
 
@@ -186,7 +186,8 @@ def choices(recipe: Recipe, measured: bool = False) -> Iterator[Choice]:
     Raises: UserError as `predict` and `measure`.
     """
     own = recipe.training
-    chunks = (None, own.loss_chunk or CHUNK)
+    positions = own.batch_size * recipe.window
+    chunks = (None, own.loss_chunk or min(CHUNK, max(1, positions // 4)))  # as large as the batch it saves nothing
     ways = [(own.precision, again, chunk) for chunk in chunks for again in (False, True)]
     others = get_args(TrainingConfig.model_fields["precision"].annotation)
     ways += [(other, own.checkpoint_activations, own.loss_chunk) for other in others if other != own.precision]
