@@ -55,7 +55,7 @@ def look(folder: Path, width: int, *flags: str) -> tuple[dict, str]:
     return json.loads(found.group(1)), console
 
 
-@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("width", [390, 800, 920, 1200])
 def test_page_fits_and_is_drawn(page: Path, width: int) -> None:
     seen, console = look(page, width)
     assert seen["width"] == width

@@ -94,7 +94,7 @@ def test_page_is_complete_in_itself(page: str) -> None:
             assert value[1:] in ids
     assert 'name="viewport"' in page
     assert "prefers-color-scheme:dark" in page
-    assert "max-width:40rem" in page
+    assert "max-width:56rem" in page
 
 
 def test_pictures_are_there_and_take_the_colours_of_the_page(page: str) -> None:

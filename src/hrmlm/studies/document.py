@@ -63,22 +63,26 @@ class Fold:
 
 Part = Heading | Text | Items | Code | Table | Figure | Fold
 
+_SHORT = 24
+"""Characters of a cell, a number with its interval say, that is not broken into lines."""
+
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c1f23;--soft:#5b6570;--line:#d5dae0;--page:#fff;--tint:#f4f6f8;LIGHT}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#9aa5b1;--line:#39424c;--page:#14181d;--tint:#1d232a;DARK}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:56rem;padding:1rem 1rem 4rem;background:var(--page);color:var(--ink);
+body{margin:0 auto;max-width:64rem;padding:1rem 1rem 4rem;background:var(--page);color:var(--ink);
 font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.2rem;margin-top:2.2rem}
 caption,figcaption{color:var(--soft);font-size:.9rem;text-align:left;padding:.3rem 0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{padding:.4rem .6rem;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
-th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
+th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600;overflow-wrap:normal}
+.short{white-space:nowrap}
 pre{background:var(--tint);padding:.8rem;border-radius:6px;white-space:pre-wrap;font-size:.85rem}
 figure{margin:1.2rem 0;max-width:44rem}svg{width:100%;height:auto;display:block}
 summary{cursor:pointer;color:var(--soft)}
 .summary{background:var(--tint);border-radius:8px;padding:.4rem 1rem .4rem 1.9rem}
-@media(max-width:40rem){thead{display:none}tr{display:block;border-bottom:2px solid var(--line);padding:.4rem 0}
+@media(max-width:56rem){thead{display:none}tr{display:block;border-bottom:2px solid var(--line);padding:.4rem 0}
 td,tbody th{display:flex;justify-content:space-between;gap:1rem;border:0;padding:.15rem 0;text-align:right}
 tbody th:first-child{text-align:left;font-weight:700}
 td::before{content:attr(data-label);color:var(--soft);text-align:left}}
@@ -116,13 +120,17 @@ def _html(part: Part) -> str:
             return f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>"
 
 
+def _kind(cell: str) -> str:
+    return "short" if len(cell) <= _SHORT else "long"
+
+
 def _html_table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = []
     for row in table.rows:
         cells = [f'<th scope="row">{escape(row[0])}</th>']
         cells += [
-            f'<td data-label="{escape(column)}">{escape(cell)}</td>'
+            f'<td class="{_kind(cell)}" data-label="{escape(column)}">{escape(cell)}</td>'
             for column, cell in zip(table.columns[1:], row[1:], strict=True)
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
