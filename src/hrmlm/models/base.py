@@ -23,6 +23,7 @@ from hrmlm.models.blocks import (
     Attention,
     ForwardCall,
     States,
+    embedding,
     packed_linear,
     prepare_call,
     reads_packed,
@@ -103,7 +104,7 @@ class LanguageModel(nn.Module, ABC):
         if config.vocab_size is None:
             raise UserError("model.vocab_size is not set; give it, or prepared data that decides it")
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding = embedding(config.vocab_size, config.d_model)
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
 
     def __getstate__(self) -> dict[str, Any]:

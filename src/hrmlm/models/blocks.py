@@ -229,6 +229,12 @@ def rotate(x_BHLK: Tensor, call: ForwardCall) -> Tensor:
     return turned.to(x_BHLK.dtype)
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """A table with a row per id. Where there are only shapes nothing is drawn: that would import the compiler."""
+    weight_RD = torch.empty(rows, width)
+    return nn.Embedding.from_pretrained(weight_RD, freeze=False) if weight_RD.is_meta else nn.Embedding(rows, width)
+
+
 class Linear(nn.Linear):
     """A linear layer whose weights can be stood in for by a packed copy of them, for decoding.
 

@@ -23,7 +23,7 @@ from hrmlm.config import Number, Positive
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
 from hrmlm.models.base import INIT_STD
-from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP, States
+from hrmlm.models.blocks import Application, Block, ForwardCall, GeluMLP, States, embedding
 from hrmlm.models.cache import KVCache
 from hrmlm.models.cache_policy import FULL, CachePolicy
 from hrmlm.models.halting import HaltingConfig, HaltingHead
@@ -94,7 +94,7 @@ class CosmicFish(AdaptiveModel):
         self.H_init = nn.Parameter(torch.empty(config.d_model))
         self.L_init = nn.Parameter(torch.empty(config.d_model))
         self.halting = HaltingHead(config.d_model)
-        self.position_table = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+        self.position_table = embedding(config.context, config.d_model) if config.positions == "learned" else None
 
     @property
     def trained_depth(self) -> int:

@@ -49,5 +49,6 @@ def build_model(settings: Mapping[str, Any] | ModelConfig) -> LanguageModel:
     """A new model with fresh weights (drawn from torch's global generator). Raises: UserError."""
     config = model_config(settings)
     model = families()[config.family][1](config)
-    model.init_weights()
+    if not model.embedding.weight.is_meta:  # weights of which there are only shapes have nothing to draw
+        model.init_weights()
     return model

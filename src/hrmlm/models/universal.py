@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hrmlm.config import Positive
 from hrmlm.errors import UserError
 from hrmlm.models.adaptive import AdaptiveModel
-from hrmlm.models.blocks import Application, ForwardCall, States
+from hrmlm.models.blocks import Application, ForwardCall, States, embedding
 from hrmlm.models.halting import HaltingConfig, HaltingHead
 from hrmlm.models.registry import register
 from hrmlm.models.settings import RecurrentConfig
@@ -70,7 +70,7 @@ class UniversalTransformer(AdaptiveModel):
     def __init__(self, config: UniversalConfig) -> None:
         super().__init__(config)
         self.block = config.block()
-        self.steps = nn.Embedding(config.n_steps, config.d_model) if config.step_embedding == "learned" else None
+        self.steps = embedding(config.n_steps, config.d_model) if config.step_embedding == "learned" else None
         self.halting = HaltingHead(config.d_model) if config.halting == "token" else None
 
     @property
