@@ -1,6 +1,7 @@
 """The command line: bad input is one line on standard error and exit code 2, and nothing is left half-written."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,15 @@ def test_fresh_interpreter(place: Path, tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr == "error: recipe.training.stepz: unknown key, did you mean 'steps'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hrmlm", "study", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment(), timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,11 @@ def test_too_little_text_for_a_window(data: Path) -> None:
         ({"budget": {"steps": 1, "tokens": 5}}, "got steps, tokens"),
         ({"budget": {"step": 1}}, "study.budget.step: unknown key, did you mean 'steps'?"),
         ({"seeds": []}, "at least one, and none twice"),
+        (
+            {"arms": {"a": {"model": {}, "match": {"to": -5}}}},
+            "match.to: expected a number above 0, or the name of an arm",
+        ),
+        ({"arms": {"a": {"model": {}, "match": {"to": True}}}}, "match.to: expected a number above 0"),
         ({"seeds": 0}, "study.seeds: expected how many (1 to 1000), or a list of them such as [0, 1, 2] (got 0)"),
         ({"seeds": True}, "study.seeds: expected how many"),
         ({"seeds": [1, 1]}, "none twice"),
@@ -192,12 +197,21 @@ def test_what_no_study_may_say(changes: dict[str, Any], told: str, data: Path) -
         ({"engine": "tpe", "space": {"optimizer.lr": {"low": 1, "high": math.inf}}}, "low must be a number below high"),
         ({"engine": "tpe", "space": {"optimizer.lr": [1e-3, math.nan]}}, "values must be finite"),
         ({"engine": "tpe", "space": {"optimizer.lr": {"low": 0, "high": 1, "log": True}}}, "low must be above 0"),
+        (
+            {"engine": "tpe", "space": {"optimizer.lr": {"low": 1, "high": 2, "log": "false"}}},
+            "log must be true or false",
+        ),
         ({"engine": "tpe", "space": {"optimizer.lr": 3}}, "expected a list of values or {low, high, log}"),
         ({"engine": "tpe", "space": {"optimizer.rate": [1]}}, "unknown factor 'optimizer.rate'"),
     ],
 )
 def test_bad_search_spaces(search: dict[str, Any], told: str, data: Path) -> None:
     assert any(told in mistake for mistake in mistakes(data, search=search))
+
+
+def test_values_of_a_grid_that_would_have_one_label(data: Path) -> None:
+    told = mistakes(data, grid={"optimizer.lr": [1.0000001e-3, 1.0000002e-3]})
+    assert "grid.optimizer.lr: two of the values [0.0010000001, 0.0010000002] are the same in six digits" in told[0]
 
 
 def test_grid_search_tries_all_combinations_for_every_arm(data: Path) -> None:

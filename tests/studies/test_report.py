@@ -1,11 +1,16 @@
 """Reports: the numbers are those of the runs, the page needs nothing but itself, and the words claim no more."""
 
+import copy
 import json
+import random
 import re
 import shlex
+import shutil
 import statistics
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -152,7 +157,7 @@ def test_unfinished_studies_say_so(data: Path, tmp_path: Path) -> None:
     for path in list(out.glob("runs/*/result.json"))[:1]:
         result = json.loads(path.read_text())
         path.write_text(json.dumps({**result, "loss": "low"}))
-        with pytest.raises(UserError, match="is damaged; remove it and run the study again"):
+        with pytest.raises(UserError, match=r"is damaged \(loss: .*\); remove it and run the study again"):
             collect(out)
         path.unlink()
     assert "1 of 2 runs are finished, 1 are still to be done" in collect(out).summary()[0]
@@ -197,6 +202,68 @@ def test_search_reports_the_best_of_each_arm_and_warns(data: Path, tmp_path: Pat
     assert "best of 2" in text
     assert "flatters" in text
     assert "edge" not in text, "two values have no middle"
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of everything inside a JSON value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from leaves(inner, (*path, key))
+
+
+@pytest.mark.parametrize("file", ["result.json", "plan.json", "error.json", "metrics.jsonl"])
+def test_a_damaged_file_is_one_clear_error(
+    file: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any key of any file missing, or something else: a report, or one line that names the file. No traceback."""
+    monkeypatch.setattr("hrmlm.studies.figures.curves", lambda *_: None)  # slow, and reads nothing else
+    out = tmp_path / "out"
+    run_study(study(data, seeds=1, budget={"steps": 1}, evaluation={"tokens": 50}), out)
+    run = next(out.glob("runs/*"))
+    if file == "error.json":
+        (run / "result.json").unlink()
+        (run / file).write_text(json.dumps({"id": run.name, "error": "OSError", "message": "no", "traceback": ""}))
+    path = {"plan.json": out, "metrics.jsonl": run / "train"}.get(file, run) / file
+    values = [
+        json.loads(line) for line in (path.read_text().splitlines() if file.endswith("l") else [path.read_text()])
+    ]
+    bad: list[list[Any]] = [[[]], [None], [5], ["x"]]
+    for number, value in enumerate(values):
+        for *keys, last in leaves(value):
+            for instead in ("gone", None, "x", [], {}, -1):
+                changed = copy.deepcopy(values)
+                inner = changed[number]
+                for key in keys:
+                    inner = inner[key]
+                if instead == "gone":
+                    del inner[last]
+                else:
+                    inner[last] = instead
+                bad.append(changed)
+    refused = set()
+    for lines in bad[:4] + random.Random(0).sample(bad, min(len(bad), 150)):
+        path.write_text("\n".join(json.dumps(line) for line in lines))
+        try:
+            markdown("t", build(collect(out)))
+        except UserError as error:
+            refused.add(str(error))
+    assert all(file in told and "\n" not in told for told in refused)
+    assert bool(refused) == (file in ("result.json", "plan.json"))
+
+
+def test_an_unfinished_search_says_so(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = {"engine": "tpe", "trials": 2, "space": {"optimizer.lr": [1e-3, 1e-2]}}
+    values = study(data, seeds=1, budget={"steps": 1}, evaluation={"tokens": 50}, search=search)
+    run_study(values, tmp_path / "out")
+    assert collect(tmp_path / "out").summary()[0].endswith("runs are finished."), "trials of equal values share a run"
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    (tmp_path / "out" / "plan.json").write_text(json.dumps({**plan, "complete": False}))
+    for run in sorted((tmp_path / "out" / "runs").glob("plain-*")):
+        shutil.rmtree(run)
+    assert "of 4 runs are finished, " in collect(tmp_path / "out").summary()[0]
+    assert "are still to be done: what follows is preliminary" in collect(tmp_path / "out").summary()[0]
 
 
 def test_the_best_at_the_edge_of_a_grid_is_told(data: Path, tmp_path: Path) -> None:

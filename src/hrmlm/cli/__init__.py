@@ -45,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(0)  # torchrun gave the same line to all processes; the first tells
         fail(f"{error.format_message()} (see hrmlm --help and hrmlm COMMAND --help)", 2)
+    except SystemExit:
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # what click puts there when the reader is gone
+            sys.exit(0)  # it has seen enough, as `head` does
+        raise
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except UserError as error:
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LostProcess as error:
         fail(str(error), 1)
     except BrokenPipeError:
-        sys.exit(0)  # the reader of our output, such as `head`, has seen enough
+        sys.exit(0)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         fail(f"{where}{error.strerror or error}", 2)

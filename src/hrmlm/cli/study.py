@@ -1,5 +1,6 @@
 """`hrmlm study`: commands that run studies and report on them."""
 
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,11 +46,13 @@ def run(
             print(f"report: hrmlm study report {directory}")
     if outcome.stopped_by:
         ERRORS.print(f"{outcome.stopped_by}: go on with the same command", highlight=False)
-        raise typer.Exit(0 if outcome.stopped_by == "SIGTERM" else 130)
     for run_id, message in outcome.failed.items():
         ERRORS.print(f"failed: {run_id}: {message}", highlight=False, markup=False)
     if outcome.failed:
         ERRORS.print("try them again with --retry-failed", highlight=False)
+    if outcome.stopped_by:
+        raise typer.Exit(128 + signal.Signals[outcome.stopped_by])
+    if outcome.failed:
         raise typer.Exit(1)
 
 

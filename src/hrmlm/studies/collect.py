@@ -1,18 +1,17 @@
 """What a study has found so far: results by condition and seed, their intervals, and the words for them."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrmlm.errors import UserError
 from hrmlm.files import read_json
 from hrmlm.studies import words
 from hrmlm.studies.directory import StudyDirectory
 from hrmlm.studies.expand import Run, space_of
 from hrmlm.studies.spec import Study
 from hrmlm.studies.statistics import Summary, paired, summarize
+from hrmlm.studies.stored import check_result
 from hrmlm.training.metrics import read_metrics
 
 Result = Mapping[str, Any]
@@ -72,13 +71,15 @@ def loss_of(result: Result) -> float | None:
 
 @dataclass
 class Findings:
-    """Everything a report tells. other_runs: runs in the directory that are not part of the study as it is now."""
+    """Everything a report tells. other_runs: runs in the directory that are not part of the study as it is now;
+    not_begun: trials of a search that have no run yet."""
 
     path: Path
     study: Study
     plan: Mapping[str, Any]
     conditions: list[ConditionResults]
     other_runs: int
+    not_begun: int = 0
 
     @property
     def compared(self) -> list[ConditionResults]:
@@ -168,9 +169,10 @@ def collect(directory: str | Path) -> Findings:
     """Read a study directory; the data are not needed. Raises: UserError if it is none, or damaged."""
     place = StudyDirectory(directory)
     study, plan = place.study(), place.plan()
-    runs = [dict(run) for run in plan["runs"]]
+    runs, not_begun = [dict(run) for run in plan["runs"]], 0
     if study.search is not None and study.search.engine != "grid":
         runs = _trials(place, study)
+        not_begun = 0 if plan.get("complete") else max(0, study.search.trials * len(study.arms) - len(runs))
     planned = {condition["condition"]: condition for condition in plan["conditions"]}
     conditions: dict[str, ConditionResults] = {}
     for run in runs:
@@ -179,7 +181,8 @@ def collect(directory: str | Path) -> Findings:
         condition = conditions.setdefault(label, ConditionResults(label, arm, {}, {}, {}, []))
         _add(place, study, condition, run)
     folders = {path.name for path in place.runs.glob("*") if path.is_dir()}
-    return Findings(place.path, study, plan, list(conditions.values()), len(folders - {run["id"] for run in runs}))
+    others = len(folders - {run["id"] for run in runs})
+    return Findings(place.path, study, plan, list(conditions.values()), others, not_begun)
 
 
 def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
@@ -199,18 +202,11 @@ def _trials(place: StudyDirectory, study: Study) -> list[dict[str, Any]]:
     return found
 
 
-def _is_number(result: Mapping[str, Any]) -> bool:
-    """Whether the loss of a result is a number, where it has one."""
-    loss = result.get("loss")
-    return loss is None or (isinstance(loss, int | float) and math.isfinite(loss))
-
-
 def _add(place: StudyDirectory, study: Study, condition: ConditionResults, run: Mapping[str, Any]) -> None:
     folder, seed = place.folder(run["id"]), run["seed"]
     if (folder / "result.json").is_file():
         result = read_json(folder / "result.json")
-        if not isinstance(result, dict) or not {"condition", "seed"} <= result.keys() or not _is_number(result):
-            raise UserError(f"{folder / 'result.json'} is damaged; remove it and run the study again")
+        check_result(result, folder / "result.json")
         condition.results[seed] = result
         condition.points[seed] = _points(folder / "train" / "metrics.jsonl", result)
     elif (error := place.error(run["id"])) is not None:
@@ -220,7 +216,7 @@ def _add(place: StudyDirectory, study: Study, condition: ConditionResults, run: 
 
 
 def _points(path: Path, result: Result) -> list[Point]:
-    """Validations of a run, with what had been spent by then."""
+    """Validations of a run, with what had been spent by then; a damaged line of the record is passed over."""
     if not path.is_file():
         return []
     flops = result.get("cost", {}).get("training_flops_per_token", 0.0)
@@ -228,12 +224,13 @@ def _points(path: Path, result: Result) -> list[Point]:
     tokens = seconds = 0.0
     points = []
     for line in read_metrics(path):
-        if line["event"] == "step":
-            if line.get("tokens_per_second"):
-                seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
+        event, loss = line.get("event"), line.get("loss")
+        if event == "step" and isinstance(line.get("tokens"), int):
+            rate = line.get("tokens_per_second")
+            seconds += (line["tokens"] - tokens) / rate if isinstance(rate, int | float) and rate > 0 else 0.0
             tokens = line["tokens"]
             spent[line["step"]] = (tokens, seconds)
-        elif line["event"] == "eval" and line.get("loss") is not None and line["step"] in spent:
+        elif event == "eval" and isinstance(loss, int | float) and line["step"] in spent:
             then, after = spent[line["step"]]
-            points.append(Point(line["step"], then, then * flops, after, line["loss"]))
+            points.append(Point(line["step"], then, then * flops, after, loss))
     return points

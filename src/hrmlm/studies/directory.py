@@ -18,6 +18,7 @@ from hrmlm.files import read_json, read_text, remove_partials, write_atomic, wri
 from hrmlm.studies.claims import Claims
 from hrmlm.studies.expand import Run
 from hrmlm.studies.spec import Study, dump_study, parse_study
+from hrmlm.studies.stored import check_plan
 from hrmlm.training.run import difference
 
 
@@ -98,9 +99,11 @@ class StudyDirectory:
 
     def plan(self) -> dict[str, Any]:
         """What `store_plan` wrote. Raises: UserError if it is missing or damaged."""
-        plan = read_json(self.path / "plan.json")
-        if not isinstance(plan, dict) or not {"conditions", "runs"} <= plan.keys():
-            raise UserError(f"{self.path / 'plan.json'} is damaged; give `hrmlm study run` again, it is written anew")
+        file = self.path / "plan.json"
+        if not file.is_file():
+            raise UserError(f"{file} does not exist; give `hrmlm study run` again, it is written anew")
+        plan = read_json(file)
+        check_plan(plan, file)
         return plan
 
     def folder(self, run_id: str) -> Path:
@@ -129,7 +132,10 @@ class StudyDirectory:
     def error(self, run_id: str) -> dict[str, Any] | None:
         """How a run failed; None if it did not."""
         file = self.folder(run_id) / "error.json"
-        return read_json(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        error = read_json(file)
+        return error if isinstance(error, dict) else {"message": f"not known: {file} is damaged"}
 
     def forget(self, run_id: str) -> None:
         """Forget a failed run with its checkpoints, in which may be what made it fail."""

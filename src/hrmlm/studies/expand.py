@@ -241,6 +241,8 @@ def _name_mistakes(study: Study) -> Iterator[str]:
     for key, values in flat(study.grid).items():
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values, got {values!r}"
+        elif len({factor(key, value) for value in values}) < len(values):
+            yield f"grid.{key}: two of the values {values!r} are the same in six digits; they would have one label"
     if study.search is not None:
         for key, values in space_of(study.search.space).items():
             yield from _space_mistakes(key, values, study.search.engine)
@@ -291,6 +293,8 @@ def _space_mistakes(key: str, values: Any, engine: str) -> Iterator[str]:
         yield f"search.space.{key}: expected a list of values or {{low, high, log}}, got {values!r}"
     elif not (all(_is_finite(values[k]) for k in ("low", "high")) and values["low"] < values["high"]):
         yield f"search.space.{key}: low must be a number below high, got {values!r}"
+    elif not isinstance(values.get("log", False), bool):
+        yield f"search.space.{key}: log must be true or false, got {values!r}"
     elif values.get("log") and values["low"] <= 0:
         yield f"search.space.{key}: low must be above 0 where log is true, got {values!r}"
 

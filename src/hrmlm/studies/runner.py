@@ -122,7 +122,10 @@ def run_study(
     for run in source.all_runs():
         if retry_failed and place.error(run.id) is not None:
             source.retry(run)
-    return _Runner(place, source, jobs, watch).loop()
+    outcome = _Runner(place, source, jobs, watch).loop()
+    if outcome.stopped_by is None:  # of a search nothing else tells, as trials of equal values share a run
+        place.store_plan(conditions, source.all_runs(), {**given, "complete": True})
+    return outcome
 
 
 def _corpus(data: PreparedData) -> dict[str, Any]:

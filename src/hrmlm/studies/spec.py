@@ -1,5 +1,6 @@
 """What a study is: a YAML file of arms × variants × grid × seeds under one budget, strict, changed by overrides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,9 +56,18 @@ class Match(StrictConfig):
     or the arm whose quantity it is; vary: the width that is solved; tolerance: largest relative difference."""
 
     quantity: Literal["parameters", "forward_flops", "training_flops"] = "parameters"
-    to: PositiveFloat | str
+    to: float | str
     vary: Literal["d_model", "hidden"] = "d_model"
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _check_target(cls, value: Any) -> Any:
+        """One message in place of one per kind."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, str) and not (is_number and 0 < value < math.inf):
+            raise ValueError("expected a number above 0, or the name of an arm")
+        return value
 
 
 class Arm(StrictConfig):

@@ -43,7 +43,7 @@ def summary(findings: "Findings") -> list[str]:
 def _progress(findings: "Findings") -> str:
     finished = sum(len(c.results) for c in findings.conditions)
     failed = sum(len(c.failed) for c in findings.conditions)
-    left = sum(len(c.open) for c in findings.conditions)
+    left = sum(len(c.open) for c in findings.conditions) + findings.not_begun
     pruned = sum(c.pruned for c in findings.conditions)
     text = f"{finished} of {finished + failed + left} runs are finished"
     if pruned:
