@@ -125,7 +125,7 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'hrmlm\[demo\]'"):
+    with pytest.raises(UserError, match=r"pip install 'hrmlm\[study\]'"):
         write(probe(lively(), "text", thresholds=[], depths=[1]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

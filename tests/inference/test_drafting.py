@@ -64,7 +64,7 @@ def test_the_text_is_that_of_plain_decoding(family: str, options: GenerationOpti
 
 
 @given(r=st.integers(1, 3), n=st.integers(1, 9), tokens=st.integers(1, 40), seed=st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_sizes(r: int, n: int, tokens: int, seed: int) -> None:
     """Up to the context limit, which falls inside drafts."""
     model = small_model("universal", context=32)

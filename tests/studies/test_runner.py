@@ -58,7 +58,7 @@ def results(out: Path) -> dict[str, float]:
 
 def test_killed_in_the_middle_and_resumed(data: Path, tmp_path: Path) -> None:
     """kill -9 of everything while the second of two runs trains: the first is kept, the second goes on."""
-    long = settings(data, **ONE, budget={"steps": 400})
+    long = settings(data, **ONE, budget={"steps": 200})
     long["base"]["training"] |= {"eval_every": 0, "save_every": 20}
     file, out = written(tmp_path / "s.yaml", long), tmp_path / "out"
     first, second = expand(study(data, **{**long, "base": long["base"]})).runs()
@@ -76,7 +76,7 @@ def test_killed_in_the_middle_and_resumed(data: Path, tmp_path: Path) -> None:
     assert (out / "runs" / first.id / "result.json").stat().st_mtime_ns == before, "a finished run was repeated"
     events = [line["event"] for line in read_metrics(train / "metrics.jsonl", superseded=True)]
     assert events.count("resume") == 1
-    assert [line["step"] for line in record(train)] == list(range(1, 401)), "each step once, in order (R61)"
+    assert [line["step"] for line in record(train)] == list(range(1, 201)), "each step once, in order (R61)"
 
     run_here(study(data, **long), tmp_path / "reference")
     assert results(out) == results(tmp_path / "reference"), "as if nothing had happened"
@@ -312,19 +312,19 @@ def test_each_arm_is_searched_with_as_many_trials(data: Path, tmp_path: Path) ->
 @WITH_OPTUNA
 def test_a_stopped_search_tells_how_many_trials_there_will_be(data: Path, tmp_path: Path) -> None:
     values = study(data, **searched(3, budget={"steps": 4}))
-    place, told = StudyDirectory(tmp_path), list[str]()
+    place, watch = StudyDirectory(tmp_path), Told()
     place.store(values)
     source = TrialSource(expand(values), place, None)
     (run, *_) = source.open_runs()
     place.describe(run)
     token = place.claims.take(run.id)
     assert worker.main(str(tmp_path), run.id, token or "") == worker.DONE
-    runner = _Runner(place, source, 1, told.append)
+    runner = _Runner(place, source, 1, watch)
     runner._ended(_Child(run, token or "", subprocess.Popen([sys.executable, "-c", ""])), worker.DONE)
     outcome = runner._outcome()
     arms = len(values.arms)
     assert (outcome.done, outcome.total) == (1, 3 * arms)
-    assert told[0].startswith(f"1/{3 * arms} {run.condition}, trial 0: ")
+    assert watch.lines[0].startswith(f"1/{3 * arms} {run.condition}, trial 0: ")
 
 
 @WITH_OPTUNA
