@@ -9,7 +9,7 @@ demo: $(VENV)/ready
 	$(BIN)/hrmlm demo
 
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=20
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check src tests benchmarks
