@@ -212,14 +212,22 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from leaves(inner, (*path, key))
 
 
+@pytest.fixture(scope="module")
+def short(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of two runs of one step, as `hrmlm study run` leaves it."""
+    out = tmp_path_factory.mktemp("short") / "out"
+    command = "hrmlm prepare some.txt --out DIR"
+    run_study(study(data, seeds=1, budget={"steps": 1}, evaluation={"tokens": 50}, prepare=command), out)
+    return out
+
+
 @pytest.mark.parametrize("file", ["result.json", "plan.json", "error.json", "metrics.jsonl"])
 def test_a_damaged_file_is_one_clear_error(
-    file: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any key of any file missing, or something else: a report, or one line that names the file. No traceback."""
     monkeypatch.setattr("hrmlm.studies.figures.curves", lambda *_: None)  # slow, and reads nothing else
-    out = tmp_path / "out"
-    run_study(study(data, seeds=1, budget={"steps": 1}, evaluation={"tokens": 50}), out)
+    out = shutil.copytree(short, tmp_path / "out")
     run = next(out.glob("runs/*"))
     if file == "error.json":
         (run / "result.json").unlink()
@@ -336,10 +344,8 @@ def test_what_freezing_costs_is_paired_by_seed(findings: Findings) -> None:
     assert f"| {more:+.3f} ± " in row
 
 
-def test_the_report_tells_data_and_shared_settings(data: Path, tmp_path: Path) -> None:
-    values = study(data, seeds=1, budget={"steps": 1}, prepare="hrmlm prepare some.txt --out DIR")
-    run_study(values, tmp_path / "out")
-    text = markdown("t", build(collect(tmp_path / "out")))
+def test_the_report_tells_data_and_shared_settings(short: Path) -> None:
+    text = markdown("t", build(collect(short)))
     assert "bytes of 257 ids, tokens: train " in text
     assert "hrmlm prepare some.txt --out DIR" in text
     assert "| training.batch_size | 2 |" in text
@@ -347,8 +353,7 @@ def test_the_report_tells_data_and_shared_settings(data: Path, tmp_path: Path) -
 
 
 def test_a_preliminary_report_knows_the_rates_that_are_to_come(data: Path, tmp_path: Path) -> None:
-    values = study(data, **{**GRID, "seeds": 1})
-    run_study(values, tmp_path / "out")
+    run_here(study(data, **{**GRID, "seeds": 1}), tmp_path / "out")
     for path in (tmp_path / "out").glob("runs/*lr-0.01*/result.json"):
         path.unlink()
     text = markdown("t", build(collect(tmp_path / "out")))

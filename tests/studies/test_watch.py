@@ -9,22 +9,24 @@ from rich.console import Console
 from hrmlm import console
 from hrmlm.studies.runner import run_study
 from hrmlm.studies.watch import Running, last_step
-from tests.studies.helpers import Told, study
+from tests.studies.helpers import Told, settings, study
 
 
-def test_steps_of_a_run_are_shown_while_it_runs(data: Path, tmp_path: Path) -> None:
-    values = {"evaluation": {"tokens": 50}, "seeds": 1, "budget": {"steps": 300}}
+def test_steps_of_a_run_are_shown_while_it_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hrmlm.studies.runner.WATCH_SECONDS", 0.05)
+    arms = {"hrm": settings(None)["arms"]["hrm"]}
+    values = {"evaluation": {"tokens": 50}, "seeds": 1, "budget": {"steps": 200}, "arms": arms}
     watch = Told()
     run_study(study(data, **values), tmp_path / "out", watch=watch)
-    assert watch.lines[0].startswith("2 runs; results in ")
+    assert watch.lines[0].startswith("1 run; results in ")
     steps = [one.step for _, _, running in watch.seen for one in running if one.name == "hrm, seed 0"]
     assert steps == sorted(steps)
-    assert any(0 < step < 300 for step in steps)
-    assert {(over, total) for over, total, _ in watch.seen} <= {(0, 2), (1, 2), (2, 2)}
+    assert any(0 < step < 200 for step in steps)
+    assert {(over, total) for over, total, _ in watch.seen} <= {(0, 1), (1, 1)}
 
     again = Told()
     run_study(study(data, **values, name="tiny"), tmp_path / "out", watch=again)
-    assert again.lines[0].startswith("2 runs, 2 of them finished before; results in ")
+    assert again.lines[0].startswith("1 run, 1 of them finished before; results in ")
 
 
 @pytest.mark.parametrize(

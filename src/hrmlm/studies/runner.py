@@ -203,7 +203,8 @@ class _Runner:
         failed = sum(self._is_over(run) for run in runs) - done
         before = f", {done} of them finished before" if done else ""
         before += f", {failed} failed before (--retry-failed tries them again)" if failed else ""
-        return f"{self.source.total()} runs{before}; results in {self.place.path}"
+        total = self.source.total()
+        return f"{total} run{'' if total == 1 else 's'}{before}; results in {self.place.path}"
 
     def _look(self) -> None:
         """Show how far all is, now and then: it reads files."""
