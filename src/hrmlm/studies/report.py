@@ -240,9 +240,9 @@ def _setting(c: ConditionResults) -> str:
     evaluation, data = result["evaluation"], Path(str(result["evaluation"]["data_path"])).name
     recipe = result["recipe"]
     return (
-        f"{c.label}: D = {recipe['model'].get('d_model', '?')}, {result['cost']['parameters']:,} parameters, "
+        f"{c.label}: D = {recipe['model']['d_model']}, {result['cost']['parameters']:,} parameters, "
         f"{result['tokens']:,} tokens in {result['steps']:,} steps at a peak rate of {recipe['optimizer']['lr']:g}, "
-        f"{data} (vocabulary {recipe['model'].get('vocab_size', '?'):,}), split {evaluation['split']}, window "
+        f"{data} (vocabulary {recipe['model']['vocab_size']:,}), split {evaluation['split']}, window "
         f"{evaluation['window']}, {len(c.results)} seed(s)"
     )
 

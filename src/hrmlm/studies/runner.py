@@ -114,7 +114,7 @@ def run_study(
     source = source_of(expansion, place, seconds)
     steps = {c.label: expansion.steps_of(c, seconds) for c in expansion.conditions}
     conditions = [line.to_dict() for line in plan(expansion, {}, steps)]
-    given = {"jobs": jobs, "data": str(expansion.data.path), "corpus": _corpus(expansion.data)}
+    given = {"jobs": jobs, "corpus": _corpus(expansion.data)}
     place.store_plan(conditions, source.all_runs(), given)
     if isinstance(source, TrialSource) and len(study.seed_list) > 1:
         engine, seed = source.search.engine, source.seed

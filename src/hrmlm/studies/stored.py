@@ -40,8 +40,13 @@ class _Rate(BaseModel):
     lr: Finite
 
 
+class _Model(BaseModel):
+    d_model: int
+    vocab_size: int
+
+
 class _Settings(BaseModel):
-    model: dict[str, Any]
+    model: _Model
     training: _Steps
     optimizer: _Rate
     schedule: dict[str, Any]
